@@ -1,0 +1,1 @@
+"""The shared structures: what lies in Redis, and what travels over ZeroMQ."""

@@ -1,0 +1,31 @@
+-- ARGV  4.. per job: id, lease, index of the first token, number of tokens, then (token, text) of each, then end status or '', reason
+-- Answers per job: the next index | lost:<status> | gap:<length of the log>
+-- XADD's explicit id refuses repeats but not gaps: hence the check of the index.
+local answers, i = {}, 4
+while i <= #ARGV do
+  local id, lease, start, count = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
+  local first = i + 4
+  local status, reason = ARGV[first + 2 * count], ARGV[first + 2 * count + 1]
+  i = first + 2 * count + 2
+  local job = read(id)
+  local answer
+  if not holds(job, lease) then answer = 'lost:' .. (job.status or 'gone')
+  elseif late(job) then
+    finish(id, job, STATE.expired, 'deadline')
+    answer = 'lost:' .. STATE.expired
+  else
+    local length = redis.call('XLEN', log_key(id))
+    if start > length then answer = 'gap:' .. length
+    else
+      for index = length, start + count - 1 do
+        local at = first + 2 * (index - start)
+        redis.call('XADD', log_key(id), (index + 1) .. '-0', 't', ARGV[at], 'x', ARGV[at + 1])
+        if index == 0 then note(id, 'first_token') end
+      end
+      if status ~= '' then finish(id, job, status, reason) end
+      answer = tostring(math.max(length, start + count))
+    end
+  end
+  answers[#answers + 1] = answer
+end
+return answers

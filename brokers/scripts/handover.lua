@@ -1,0 +1,10 @@
+-- ARGV  4 id  5 lease of the prefill worker  6 lease of the decode worker. Answers ok and the request, or lost:<status>.
+local id, from, to = ARGV[4], ARGV[5], ARGV[6]
+local job = read(id)
+if not holds(job, to) then
+  if not holds(job, from) then return {'lost:' .. (job.status or 'gone')} end
+  note_owner(job, to)
+  redis.call('HSET', job_key(id), 'lease', to, 'status', STATE.decoding)
+  note(id, STATE.decoding, worker_of(to))
+end
+return {'ok', redis.call('HGET', job_key(id), 'request')}

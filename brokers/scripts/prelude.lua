@@ -1,0 +1,89 @@
+-- Goes before every script. STATE and OVER, the state names, are put in front of it from the table in pipeline/states.py.
+--
+-- KEYS  1 wake  2 dead  3 credits  4.. queue:0 .. queue:3, then job:<id> and tokens:<id> of the jobs that the caller knows.
+--       A job that a script itself finds in a queue has keys in the same Cluster slot, thanks to the braces in the prefix.
+-- ARGV  1 prefix  2 milliseconds that an ended job is kept  3 attempts allowed, then the script's own.
+--
+-- Redis does not undo half a script: each one first reads, then writes. Each is safe to repeat when its reply was lost.
+
+local wake_key, dead_key, credits_key = KEYS[1], KEYS[2], KEYS[3]
+local queues = {[0] = KEYS[4], [1] = KEYS[5], [2] = KEYS[6], [3] = KEYS[7]}
+local prefix, keep_ms, max_attempts = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local GROUP = 'workers'
+
+local function now()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+local function job_key(id) return prefix .. 'job:' .. id end
+local function log_key(id) return prefix .. 'tokens:' .. id end
+local function tombstone_key(id) return prefix .. 'tombstone:' .. id end
+local function worker_key(worker) return prefix .. 'worker:' .. worker end
+
+-- A lease id is <worker>#<random>, a credit <worker>/<nonce>.
+local function worker_of(name) return string.match(name, '^(.-)[#/]') end
+
+local function read(id)
+  local h = redis.call('HMGET', job_key(id), 'status', 'lease', 'attempt', 'queue', 'entry', 'deadline')
+  return {
+    status = h[1], lease = h[2] or '', attempt = tonumber(h[3] or 0),
+    queue = tonumber(h[4] or 0), entry = h[5], deadline = tonumber(h[6] or 0),
+  }
+end
+
+local function over(job) return OVER[job.status] end
+local function late(job) return job.deadline > 0 and now() > job.deadline end
+local function holds(job, lease) return lease ~= '' and job.lease == lease end
+
+local function drop(queue, entry)
+  redis.call('XACK', queues[queue], GROUP, entry)
+  redis.call('XDEL', queues[queue], entry)
+end
+
+-- The pending list is only clock and index; the truth is job.lease. The group may be gone: then there is nothing to note.
+local function note_owner(job, lease)
+  redis.pcall('XCLAIM', queues[job.queue], GROUP, worker_of(lease), 0, job.entry, 'JUSTID')
+end
+
+local function wake() redis.call('XADD', wake_key, 'MAXLEN', '1', '*', 'w', '1') end
+
+local function note(id, event, detail)
+  local line = now() .. ' ' .. event .. (detail and detail ~= '' and ' ' .. detail or '')
+  local before = redis.call('HGET', job_key(id), 'timeline')
+  redis.call('HSET', job_key(id), 'timeline', (before and before .. '\n' or '') .. line)
+end
+
+-- The one way in which a job ends. Over <=> terminal entry <=> no queue entry <=> no lease.
+local function finish(id, job, status, reason)
+  drop(job.queue, job.entry)
+  redis.call('XADD', log_key(id), (redis.call('XLEN', log_key(id)) + 1) .. '-0', 'end', status, 'reason', reason)
+  redis.call('HSET', job_key(id), 'status', status, 'lease', '', 'reason', reason, 'ended', now())
+  note(id, status, reason)
+  local at = now() + keep_ms
+  redis.call('PEXPIREAT', log_key(id), at)
+  redis.call('PEXPIREAT', job_key(id), at + 60000)
+  redis.call('PUBLISH', prefix .. 'tombstones', id)
+end
+
+local function give_up(id, job, reason)
+  redis.call('XADD', dead_key, '*', 'job', id, 'attempts', job.attempt, 'reason', reason)
+  finish(id, job, STATE.failed, reason)
+end
+
+-- The holder is gone or gives the job back: another attempt, unless it is too late or there were too many.
+local function requeue(id, job, reason, refund)
+  redis.call('HSET', job_key(id), 'why:' .. job.attempt, reason)
+  if refund then
+    job.attempt = job.attempt - 1
+    redis.call('HSET', job_key(id), 'attempt', job.attempt)
+  end
+  if late(job) then finish(id, job, STATE.expired, 'deadline') return 'expired' end
+  if job.attempt >= max_attempts then give_up(id, job, reason) return 'dead' end
+  drop(job.queue, job.entry)
+  local entry = redis.call('XADD', queues[0], '*', 'job', id)
+  redis.call('HSET', job_key(id), 'status', STATE.queued, 'lease', '', 'queue', 0, 'entry', entry)
+  note(id, STATE.queued, reason)
+  wake()
+  return 'queued'
+end

@@ -1,0 +1,12 @@
+-- Cancel and deadline, by anyone, in every state.
+-- ARGV  4 id  5 end status  6 reason. Answers ok and the phase that it ended, or over and its status, or unknown.
+local id, status, reason = ARGV[4], ARGV[5], ARGV[6]
+local job = read(id)
+if not job.status then return {'unknown'} end
+if over(job) then return {'over', job.status} end
+local asked = now()
+local waits = job.status == STATE.queued
+finish(id, job, status, reason)
+redis.call('HSET', job_key(id), 'stop_phase', job.status, 'stop_asked', asked, 'stop_ms', waits and 0 or '')
+redis.call('SET', tombstone_key(id), asked .. ' ' .. reason .. ' ' .. job.status, 'PX', keep_ms)
+return {'ok', job.status}

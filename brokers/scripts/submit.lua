@@ -1,0 +1,22 @@
+-- ARGV  4 id  5 queue  6 bound of waiting jobs  7 valid until (ms)  8 digest  9 milliseconds to the deadline, 0: none  10 request
+local id, queue, bound, valid_until = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+local digest, lifetime, request = ARGV[8], tonumber(ARGV[9]), ARGV[10]
+
+local known = redis.call('HMGET', job_key(id), 'digest', 'status')
+if known[1] then return {known[1] == digest and 'exists' or 'conflict', known[2]} end
+if now() > valid_until then return {'late'} end
+
+local waiting = 0
+for i = 0, #queues do
+  local pending = redis.pcall('XPENDING', queues[i], GROUP)
+  waiting = waiting + redis.call('XLEN', queues[i]) - (pending.err and 0 or pending[1])
+end
+if waiting >= bound then return {'full', waiting} end
+
+redis.call('DEL', log_key(id))
+local entry = redis.call('XADD', queues[queue], '*', 'job', id)
+redis.call('HSET', job_key(id), 'digest', digest, 'request', request, 'status', STATE.queued, 'lease', '', 'attempt', 0,
+  'queue', queue, 'entry', entry, 'submitted', now(), 'deadline', lifetime > 0 and now() + lifetime or 0)
+note(id, STATE.queued)
+wake()
+return {'ok', STATE.queued}

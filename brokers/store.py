@@ -1,0 +1,85 @@
+"""The connection to Redis, and the Lua scripts. Driver exceptions end here."""
+
+import functools
+from collections.abc import Awaitable, Callable, Iterable
+from importlib.resources import files
+from typing import Any, ParamSpec, TypeVar
+
+import redis
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialWithJitterBackoff
+
+from brokers.keys import Keys
+from pipeline.config import Config
+from pipeline.errors import RedisAway, RedisRefused
+from pipeline.states import TERMINAL, Status
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: Redis waits no longer than this in a blocking read, well under the socket's own time-out.
+BLOCK_SECONDS = 1.0
+SOCKET_SECONDS = 5.0
+
+SCRIPTS = "submit lease renew append handover release stop settle sweep retire".split()
+
+
+def translated(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+    """Turns the driver's exceptions into ours: RedisAway (try again) and RedisRefused (do not)."""
+
+    @functools.wraps(method)
+    async def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await method(*args, **kwargs)
+        except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
+            raise RedisAway(f"Redis does not answer: {error}") from error
+        except redis.RedisError as error:
+            raise RedisRefused(f"Redis refused: {error}") from error
+
+    return call
+
+
+class Store:
+    """One per process: a pool of connections, the key names, the scripts."""
+
+    def __init__(self, config: Config) -> None:
+        self.keys = Keys(config.prefix)
+        self.redis: Redis = Redis.from_url(
+            config.redis_url,
+            decode_responses=True,
+            socket_timeout=SOCKET_SECONDS,
+            socket_connect_timeout=2.0,
+            # a few quick tries for a connection that died unnoticed; longer outages are the callers' business
+            retry=Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.2), retries=2),
+        )
+        self._head = [config.prefix, int(config.keep_seconds * 1000), config.attempts]
+        self._shared_keys = [self.keys.wake, self.keys.dead, self.keys.credits, *self.keys.queues]
+        self._scripts = {name: self.redis.register_script(_source(name)) for name in SCRIPTS}
+
+    async def run(self, script: str, *args: str | int | float, jobs: Iterable[str] = ()) -> Any:
+        """Runs a script on the shared keys and those of `jobs`."""
+        keys = [key for job in jobs for key in (self.keys.job(job), self.keys.tokens(job))]
+        return await self._scripts[script](
+            keys=[*self._shared_keys, *keys], args=[*self._head, *args]
+        )
+
+    @translated
+    async def ping(self) -> None:
+        await self.redis.ping()
+
+    async def close(self) -> None:
+        await self.redis.aclose()
+
+
+def _source(name: str) -> str:
+    scripts = files("brokers") / "scripts"
+    states = ", ".join(f"{status} = '{status}'" for status in Status)
+    over = ", ".join(f"{status} = true" for status in Status if status in TERMINAL)
+    return "\n".join(
+        [
+            f"local STATE, OVER = {{{states}}}, {{{over}}}",
+            (scripts / "prelude.lua").read_text(encoding="utf-8"),
+            (scripts / f"{name}.lua").read_text(encoding="utf-8"),
+        ]
+    )

@@ -1,0 +1,171 @@
+"""Every setting: one environment variable ``KVR_…`` each, with its default, checked once."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import ConfigError
+
+DEVICES = ("cpu", "cuda", "sim")
+DTYPES = ("auto", "bfloat16", "float32")
+DEFAULT_MODEL = "smollm2-135m"
+
+
+def _setting(default: Any, explain: str) -> Any:
+    return field(default=default, metadata={"explain": explain})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """One per process. The metadata of each field is its line in ``.env.example``."""
+
+    model: str = _setting(DEFAULT_MODEL, "smollm2-135m, sim, a directory, or a hub id (owner/name)")
+    served_name: str = _setting("", "the model's name in the API and in Redis; empty: from KVR_MODEL")
+    cache: str = _setting("~/.cache/kvrelay", "where fetched and converted models are kept")
+    context: int = _setting(8192, "tokens of prompt and answer together; every worker must hold it")
+
+    redis_url: str = _setting("redis://127.0.0.1:6379/0", "set it, and `make run` starts no Redis")
+    host: str = _setting("127.0.0.1", "address that the API listens on")
+    port: int = _setting(8000, "port that the API listens on")
+    api_workers: int = _setting(1, "API processes")
+    url: str = _setting("", "where the kvrelay command finds the API; empty: from host and port")
+
+    prefill_device: str = _setting("cpu", "cpu, cuda or sim")
+    decode_device: str = _setting("cpu", "cpu, cuda or sim")
+    dtype: str = _setting("auto", "auto (bfloat16 where the device has it), bfloat16 or float32")
+    prefill_threads: int = _setting(0, "compute threads of a prefill worker; 0: half of the cores")
+    decode_threads: int = _setting(0, "compute threads of a decode worker; 0: half of the cores")
+    chunk: int = _setting(512, "prompt tokens per device call; a cancel is seen between layers")
+    slots: int = _setting(8, "jobs that a decode worker steps together")
+    waiting: int = _setting(2, "KV caches that may wait in a decode worker for a slot")
+    kv_host: str = _setting("127.0.0.1", "address that decode workers receive KV caches on")
+    kv_buffer_mib: int = _setting(64, "MiB of KV cache computed but not yet sent, per transfer")
+
+    queue_bound: int = _setting(1000, "jobs that may wait; the next one is answered 429")
+    attempts: int = _setting(3, "leases of one job before it is given up")
+    job_seconds: float = _setting(600.0, "a job's deadline, unless the request says `timeout`")
+    keep_seconds: float = _setting(3600.0, "how long an ended job and its tokens are kept")
+    lease_seconds: float = _setting(5.0, "a worker silent for so long loses its jobs")
+    heartbeat_seconds: float = _setting(1.0, "how often a worker says that it lives")
+    device_call_seconds: float = _setting(120.0, "a device call older than this counts as wedged")
+    open_seconds: float = _setting(2.0, "how long a decode worker may take to answer OPEN or use a credit")
+    part_seconds: float = _setting(30.0, "a transfer without a frame for so long is dropped")
+    no_worker_seconds: float = _setting(10.0, "how long a waiting client waits for a worker to appear: 503")
+    grace_seconds: float = _setting(3.0, "running jobs may finish for so long after SIGTERM")
+
+    sim_prefill_us: float = _setting(50.0, "sim: microseconds of prefill per prompt token")
+    sim_step_ms: float = _setting(5.0, "sim: milliseconds of one decode step")
+    sim_layers: int = _setting(2, "sim: layers of its KV cache")
+
+    log_level: str = _setting("INFO", "DEBUG, INFO, WARNING or ERROR")
+
+    def __post_init__(self) -> None:
+        for name in ("model", "served_name"):
+            if any(c in getattr(self, name) for c in "{}\0\n"):
+                raise _wrong(name, getattr(self, name), "must not contain braces or line ends")
+        if not self.model:
+            raise _wrong("model", self.model, "must name a model")
+        for name in ("prefill_device", "decode_device"):
+            if getattr(self, name) not in DEVICES:
+                raise _wrong(name, getattr(self, name), f"must be one of {', '.join(DEVICES)}")
+        if self.dtype not in DTYPES:
+            raise _wrong("dtype", self.dtype, f"must be one of {', '.join(DTYPES)}")
+        if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+            raise _wrong("log_level", self.log_level, "must be DEBUG, INFO, WARNING or ERROR")
+        for setting in fields(self):
+            value, least = getattr(self, setting.name), _LEAST.get(setting.name)
+            if isinstance(value, (int, float)) and not (least or 0) <= value < 1 << 40:
+                raise _wrong(setting.name, value, f"must be at least {least or 0}")
+        if not 0 < self.port < 65536:
+            raise _wrong("port", self.port, "must be a port number, 1 to 65535")
+        if not self.redis_url.startswith(("redis://", "rediss://", "unix://")):
+            raise _wrong("redis_url", self.redis_url, "must begin with redis://, rediss:// or unix://")
+        if self.heartbeat_seconds > self.lease_seconds / 2:
+            raise _wrong(
+                "heartbeat_seconds",
+                self.heartbeat_seconds,
+                f"must be at most half of KVR_LEASE_SECONDS ({self.lease_seconds})",
+            )
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> "Config":
+        """Reads ``KVR_…``. Raises ConfigError that names the variable, its value and what would do."""
+        known = {setting.name: setting for setting in fields(cls)}
+        values = {}
+        for variable, text in environ.items():
+            if not variable.startswith("KVR_") or variable in ELSEWHERE:
+                continue
+            setting = known.get(variable.removeprefix("KVR_").lower())
+            if setting is None:
+                raise ConfigError(variable, text, "there is no such setting; .env.example lists them all")
+            if text == "" and setting.default != "":
+                continue  # `KVR_X=` in a .env file means: as if it were not there
+            try:
+                values[setting.name] = type(setting.default)(text)
+            except ValueError:
+                kind = {int: "a whole number", float: "a number"}[type(setting.default)]
+                raise ConfigError(variable, text, f"must be {kind}, as in {setting.default}") from None
+        return cls(**values)
+
+    @property
+    def name(self) -> str:
+        """What the API and the Redis keys call the model."""
+        return self.served_name or (Path(self.model).name if Path(self.model).is_dir() else self.model)
+
+    @property
+    def prefix(self) -> str:
+        """Of every Redis key; the braces keep one model's keys in one Cluster slot."""
+        return f"kvr:{{{self.name}}}:"
+
+    @property
+    def api_url(self) -> str:
+        host = "127.0.0.1" if self.host == "0.0.0.0" else self.host  # noqa: S104 - compared, not bound
+        return self.url or f"http://{host}:{self.port}"
+
+    @property
+    def tick_seconds(self) -> float:
+        """How often a keeper renews leases, says that its worker lives, and sweeps."""
+        return min(self.heartbeat_seconds, self.lease_seconds / 3)
+
+
+#: Read by the Procfile, before there is a Config.
+ELSEWHERE = frozenset({"KVR_PREFILL_PYTHON", "KVR_DECODE_PYTHON", "KVR_API_PYTHON"})
+
+_LEAST = {
+    "context": 16,
+    "api_workers": 1,
+    "chunk": 1,
+    "slots": 1,
+    "kv_buffer_mib": 1,
+    "queue_bound": 1,
+    "attempts": 1,
+    "job_seconds": 0.001,
+    "keep_seconds": 1,
+    "lease_seconds": 0.2,
+    "heartbeat_seconds": 0.05,
+    "device_call_seconds": 0.1,
+    "open_seconds": 0.1,
+    "part_seconds": 0.1,
+    "sim_layers": 1,
+}
+
+
+def _wrong(name: str, value: object, remedy: str) -> ConfigError:
+    return ConfigError(f"KVR_{name.upper()}", value, remedy)
+
+
+def env_example() -> str:
+    """The text of ``.env.example``."""
+    lines = ["# Every setting with its default. Copy to .env and change what you need."]
+    for setting in fields(Config):
+        shown = str(setting.default).removesuffix(".0")
+        lines += ["", f"# {setting.metadata['explain']}", f"#KVR_{setting.name.upper()}={shown}"]
+    lines += ["", "# which Python starts each role (a device's SDK lives in an environment of its own)"]
+    lines += [f"#{variable}=python" for variable in sorted(ELSEWHERE)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(env_example(), end="")

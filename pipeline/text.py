@@ -1,0 +1,103 @@
+"""From token ids to text that may be shown: whole characters, and never a stop string or a part of one.
+
+`decode(ids) -> str` is injected, so nothing here knows a tokenizer. Its state is a function of the tokens alone: a
+worker that takes over a job feeds it the tokens so far and is where the other one was.
+"""
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[Sequence[int]], str]
+
+#: What a decoder shows for bytes that are not (yet) a character. An unfinished UTF-8 character is at most 3 bytes.
+HALF = "\ufffd"
+HALF_TOKENS = 3
+PROMPT_TAIL = 5  # tokens; one is enough for every tokenizer seen, special tokens decode to nothing
+
+
+class Detokenizer:
+    """Turns ids into text one at a time.
+
+    Decoding only the newest ids would lose what depends on their neighbours (a leading space, bytes of one character),
+    so each step decodes a short window twice, without and with the new id, and takes the difference.
+    """
+
+    def __init__(self, decode: Decode, prompt: Sequence[int] = ()) -> None:
+        """`prompt`: its end is the first neighbour, or a tokenizer that strips a leading space would join two words."""
+        tail = list(prompt[-PROMPT_TAIL:])
+        self._decode = decode
+        self._window = [] if decode(tail).endswith(HALF) else tail  # ids whose text is out, then the others
+        self._settled = len(self._window)  # how many of the window are of the first kind
+        self._shown = ""  # what of the second kind is out already
+
+    def push(self, token: int) -> str:
+        """The text that became certain with this token."""
+        self._window.append(token)
+        before = self._decode(self._window[: self._settled])
+        text = self._decode(self._window)[len(before) :]
+        certain = text.rstrip(HALF)
+        if certain != text and len(self._window) - self._settled <= HALF_TOKENS:
+            new = certain[len(self._shown) :]
+            self._shown += new
+            return new
+        new = text[len(self._shown) :]
+        self._window = self._window[self._settled :]
+        self._settled = len(self._window)
+        self._shown = ""
+        return new
+
+
+class StopMatcher:
+    """Holds back the end of the text while it could still become a stop string."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text that may be shown, a stop string is complete). The earliest match ends the text, before itself."""
+        self._held += text
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            shown, self._held = self._held[: min(found)], ""
+            return shown, True
+        keep = max((self._overlap(stop) for stop in self._stops), default=0)
+        shown = self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
+        return shown, False
+
+    def flush(self) -> str:
+        """The text came to an end: what was held back was no stop string after all."""
+        shown, self._held = self._held, ""
+        return shown
+
+    def _overlap(self, stop: str) -> int:
+        """The longest end of the held text that is a beginning of `stop`."""
+        for length in range(min(len(stop) - 1, len(self._held)), 0, -1):
+            if self._held.endswith(stop[:length]):
+                return length
+        return 0
+
+
+class TextStream:
+    """Detokenizer and stop matcher of one job."""
+
+    def __init__(
+        self,
+        decode: Decode,
+        *,
+        prompt: Sequence[int] = (),
+        stops: Sequence[str] = (),
+        tokens: Sequence[int] = (),
+    ) -> None:
+        """`tokens`: what the job has produced already; their text is out."""
+        self._detokenizer = Detokenizer(decode, prompt)
+        self._matcher = StopMatcher(stops)
+        for token in tokens:
+            self.push(token)
+
+    def push(self, token: int) -> tuple[str, bool]:
+        """(text that may be shown, a stop string is complete)."""
+        return self._matcher.push(self._detokenizer.push(token))
+
+    def flush(self) -> str:
+        return self._matcher.flush()

@@ -1,0 +1,1 @@
+"""Prefill and decode workers, their keeper, and the devices."""
