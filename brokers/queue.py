@@ -1,0 +1,177 @@
+"""The queue of jobs, and the lease that says who works on one.
+
+Each method is one Lua script: atomic, and safe to repeat when its reply was lost. `Lost` is never an error of Redis: it
+says that the job is over or has another holder, and the caller leaves it alone.
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from brokers.keys import GROUP
+from brokers.store import BLOCK_SECONDS, Store, translated
+from pipeline.errors import Cancelled
+from pipeline.job import Job, Priority
+from pipeline.states import Status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """outcome: ok | exists (same id, same request) | conflict (same id, other request) | full | late."""
+
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The right to prefill a job, and the place in a decode worker for its KV cache."""
+
+    job_id: str
+    lease_id: str
+    job: Job
+    decode_worker: str
+    nonce: str
+    endpoint: str
+    log_length: int  # tokens that an earlier attempt left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nothing:
+    """No job, or no credit. `mark`: wait from here, and no wake-up is lost."""
+
+    mark: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """outcome: ok | over | unknown. status: where it was (ok) or how it had ended (over)."""
+
+    outcome: str
+    status: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Of one queue stream."""
+
+    unfinished: int
+    working: int
+
+    @property
+    def waiting(self) -> int:
+        return self.unfinished - self.working
+
+
+class JobQueue:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @translated
+    async def submit(
+        self, job_id: str, job: Job, *, priority: Priority, bound: int, lifetime: float, valid_until: int = 1 << 50
+    ) -> Submitted:
+        """Queues a job. bound: jobs that may wait. lifetime: seconds to its deadline, 0 for none.
+        valid_until: Redis time in ms after which a belated retry must not queue it any more."""
+        answer = await self._store.run(
+            "submit",
+            *(job_id, int(priority), bound, valid_until, job.digest(), int(lifetime * 1000), job.encode()),
+            jobs=[job_id],
+        )
+        return Submitted(outcome=answer[0])
+
+    @translated
+    async def lease(self, worker: str) -> Lease | Nothing:
+        """The next job and a credit for it, or neither."""
+        answer = await self._store.run("lease", worker, secrets.token_hex(6))
+        if answer[0] != "ok":
+            return Nothing(mark=answer[1])
+        job_id, lease_id, credit, endpoint, request, log_length = answer[1:]
+        decode_worker, nonce = credit.split("/")
+        return Lease(
+            job_id=job_id,
+            lease_id=lease_id,
+            job=Job.decode(request),
+            decode_worker=decode_worker,
+            nonce=nonce,
+            endpoint=endpoint,
+            log_length=int(log_length),
+        )
+
+    @translated
+    async def wait(self, mark: str) -> None:
+        """Until a job or a credit is new since `mark`, or a second has passed."""
+        await self._store.redis.xread({self._store.keys.wake: mark}, block=int(BLOCK_SECONDS * 1000))
+
+    @translated
+    async def renew(self, held: Mapping[str, str]) -> list[str]:
+        """held: job id → lease id. Answers the jobs that are not ours any more."""
+        if not held:
+            return []
+        pairs = [part for pair in held.items() for part in pair]
+        answers = await self._store.run("renew", *pairs, jobs=held)
+        return [job_id for job_id, mine in zip(held, answers, strict=True) if not mine]
+
+    @translated
+    async def handover(self, job_id: str, prefill_lease: str, decode_lease: str) -> Job:
+        """The decode worker takes the job over. Raises Cancelled if it is over or has another holder."""
+        answer = await self._store.run("handover", job_id, prefill_lease, decode_lease, jobs=[job_id])
+        if answer[0] != "ok":
+            raise Cancelled(answer[0])
+        return Job.decode(answer[1])
+
+    @translated
+    async def release(self, job_id: str, lease_id: str, reason: str, *, refund: bool = False) -> str:
+        """Gives a job back. refund: the attempt does not count. Answers queued | dead | expired | lost:<status>."""
+        answer: str = await self._store.run("release", job_id, lease_id, reason, int(refund), jobs=[job_id])
+        return answer
+
+    @translated
+    async def stop(self, job_id: str, status: Status, reason: str) -> Stopped:
+        """Ends a job as cancelled or expired, in whatever state it is, at once."""
+        answer = await self._store.run("stop", job_id, str(status), reason, jobs=[job_id])
+        return Stopped(outcome=answer[0], status=answer[1] if len(answer) > 1 else "")
+
+    @translated
+    async def settle(self, job_id: str, phase: str) -> None:
+        """The holder of a stopped job has undone its side: notes the phase, and milliseconds since it was asked."""
+        await self._store.run("settle", job_id, phase, jobs=[job_id])
+
+    @translated
+    async def sweep(self, lease_seconds: float) -> list[str]:
+        """Requeues the jobs of holders that did not renew for a lease. Answers `<job>:<outcome>` of each."""
+        answer: list[str] = await self._store.run("sweep", int(lease_seconds * 1000))
+        return answer
+
+    @translated
+    async def retire(self, worker: str) -> bool:
+        """Removes the worker's consumers. False: it still owns something."""
+        return bool(await self._store.run("retire", worker))
+
+    @translated
+    async def record(self, job_id: str) -> dict[str, str]:
+        """The job's hash, {} if there is none."""
+        fields: dict[str, str] = await self._store.redis.hgetall(self._store.keys.job(job_id))
+        return fields
+
+    @translated
+    async def leases(self, job_ids: Sequence[str]) -> list[str | None]:
+        """The lease id in each job's hash: the truth about who holds it."""
+        async with self._store.redis.pipeline(transaction=False) as pipe:
+            for job_id in job_ids:
+                pipe.hget(self._store.keys.job(job_id), "lease")
+            answers: list[str | None] = await pipe.execute()
+        return answers
+
+    @translated
+    async def load(self) -> list[Load]:
+        """Of each queue, 0 first."""
+        async with self._store.redis.pipeline(transaction=False) as pipe:
+            for queue in self._store.keys.queues:
+                pipe.xlen(queue)
+                pipe.xpending(queue, GROUP)
+            answers: list[Any] = await pipe.execute(raise_on_error=False)
+        return [
+            Load(unfinished=length, working=0 if isinstance(pending, Exception) else pending["pending"])
+            for length, pending in zip(answers[::2], answers[1::2], strict=True)
+        ]

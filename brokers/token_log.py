@@ -1,0 +1,175 @@
+"""The token log: what a job has produced, in order, and how it ended.
+
+Writing is fenced by the lease and checked by index. Reading is one blocking XREAD for all followers of a process: a
+thousand streams cost one connection.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from brokers.store import BLOCK_SECONDS, Store, translated
+from pipeline.errors import RedisAway, RedisRefused
+
+log = logging.getLogger(__name__)
+
+#: Entries that a follower may leave unread before the reader passes it over: bounded memory for a slow client.
+BACKLOG = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """index i: entry id (i+1)-0. A token and the text that it lets be shown, or, last of all, the end."""
+
+    index: int
+    token: int | None = None
+    text: str = ""
+    end: str | None = None  # a terminal status
+    reason: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Append:
+    """What a holder wants written: tokens from index `start` on and, with the last of them, the end."""
+
+    job_id: str
+    lease_id: str
+    start: int
+    tokens: list[tuple[int, str]] = field(default_factory=list)
+    end: str = ""
+    reason: str = ""
+
+
+class TokenLog:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @translated
+    async def append(self, batch: Sequence[Append]) -> list[str]:
+        """One round trip for all jobs. Answers per job: the next index | lost:<status> | gap:<length>."""
+        args: list[str | int] = []
+        for job in batch:
+            args += [job.job_id, job.lease_id, job.start, len(job.tokens)]
+            args += [part for token in job.tokens for part in token]
+            args += [job.end, job.reason]
+        answers: list[str] = await self._store.run("append", *args, jobs=[job.job_id for job in batch])
+        return answers
+
+    @translated
+    async def read(self, job_id: str, after: int = 0) -> list[Entry]:
+        """Entries from index `after` on."""
+        found = await self._store.redis.xrange(self._store.keys.tokens(job_id), min=f"{after + 1}-0")
+        return [_entry(item) for item in found]
+
+    @translated
+    async def exists(self, job_id: str) -> bool:
+        return bool(await self._store.redis.exists(self._store.keys.tokens(job_id)))
+
+
+class Follower:
+    """One reader's place in one log. Made by `LogReader.follow`."""
+
+    def __init__(self, after: int) -> None:
+        self.position = after  # index of the next entry
+        self.included = False  # in a read that has started
+        self.entries: list[Entry] = []
+        self.news = asyncio.Event()
+
+    async def next(self, seconds: float) -> list[Entry]:
+        """What came since; [] if nothing did for so long."""
+        if not self.entries:
+            self.news.clear()
+            try:
+                await asyncio.wait_for(self.news.wait(), seconds)
+            except TimeoutError:
+                return []
+        entries, self.entries = self.entries, []
+        return entries
+
+
+class LogReader:
+    """Reads the logs of all followers together. `run` is its loop; `follow` may be called from any task."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._followers: dict[Follower, str] = {}
+        self._changed = asyncio.Event()
+        self._client_id: int | None = None  # of the connection that blocks in XREAD
+
+    async def follow(self, job_id: str, after: int = 0) -> AsyncIterator[list[Entry]]:
+        """Batches of entries from index `after` on, none twice; [] after a second without news. Ends with the log.
+
+        An `after` beyond the log's end just waits: Redis may have lost its last second, and the job goes on.
+        """
+        follower = Follower(after)
+        self._followers[follower] = self._store.keys.tokens(job_id)
+        try:
+            await self._interrupt(follower)
+            while True:
+                entries = await follower.next(BLOCK_SECONDS)
+                yield entries
+                if entries and entries[-1].end is not None:
+                    return
+        finally:
+            self._followers.pop(follower, None)
+
+    async def run(self) -> None:
+        """For ever; a lost connection is made anew."""
+        while True:
+            try:
+                await self._read_until_lost()
+            except (RedisAway, RedisRefused) as error:
+                log.warning("cannot read token logs: %s", error, extra={"action": "log_reader_lost"})
+                await asyncio.sleep(0.2)
+
+    @translated
+    async def _read_until_lost(self) -> None:
+        async with self._store.redis.client() as connection:
+            self._client_id = await connection.client_id()
+            while True:
+                positions = self._positions()
+                if not positions:
+                    self._changed.clear()
+                    await self._changed.wait()
+                    continue
+                answer = await connection.xread(positions, block=int(BLOCK_SECONDS * 1000), count=BACKLOG)
+                self._deliver(answer or [])
+
+    def _positions(self) -> dict[Any, Any]:
+        """Per stream, the position of the follower that is furthest behind and still has room."""
+        positions: dict[str, int] = {}
+        for follower, key in self._followers.items():
+            follower.included = True
+            if len(follower.entries) < BACKLOG:
+                positions[key] = min(follower.position, positions.get(key, follower.position))
+        return {key: f"{position}-0" for key, position in positions.items()}
+
+    def _deliver(self, answer: Any) -> None:
+        fresh = {key: [_entry(item) for item in items] for key, items in answer}
+        for follower, key in self._followers.items():
+            new = [entry for entry in fresh.get(key, ()) if entry.index >= follower.position]
+            if new and len(follower.entries) < BACKLOG:
+                follower.entries += new
+                follower.position = new[-1].index + 1
+                follower.news.set()
+
+    @translated
+    async def _interrupt(self, newcomer: Follower) -> None:
+        """A read that blocks on the old set of followers starts again. It may be about to block: hence the tries."""
+        self._changed.set()
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+            if newcomer.included:
+                return
+            if self._client_id is not None:
+                await self._store.redis.client_unblock(self._client_id)
+
+
+def _entry(item: tuple[str, dict[str, str]]) -> Entry:
+    entry_id, fields = item
+    index = int(entry_id.partition("-")[0]) - 1
+    if "end" in fields:
+        return Entry(index=index, end=fields["end"], reason=fields["reason"])
+    return Entry(index=index, token=int(fields["t"]), text=fields["x"])
