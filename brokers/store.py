@@ -6,7 +6,7 @@ from importlib.resources import files
 from typing import Any, ParamSpec, TypeVar
 
 import redis
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
 
@@ -21,6 +21,7 @@ T = TypeVar("T")
 #: Redis waits no longer than this in a blocking read, well under the socket's own time-out.
 BLOCK_SECONDS = 1.0
 SOCKET_SECONDS = 5.0
+CONNECTIONS = 32  # a burst of requests waits for one, rather than open a thousand
 
 SCRIPTS = "submit lease renew append handover release stop settle sweep retire".split()
 
@@ -45,13 +46,17 @@ class Store:
 
     def __init__(self, config: Config) -> None:
         self.keys = Keys(config.prefix)
-        self.redis: Redis = Redis.from_url(
-            config.redis_url,
-            decode_responses=True,
-            socket_timeout=SOCKET_SECONDS,
-            socket_connect_timeout=2.0,
-            # a few quick tries for a connection that died unnoticed; longer outages are the callers' business
-            retry=Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.2), retries=2),
+        self.redis: Redis = Redis.from_pool(
+            BlockingConnectionPool.from_url(
+                config.redis_url,
+                max_connections=CONNECTIONS,
+                timeout=SOCKET_SECONDS,
+                decode_responses=True,
+                socket_timeout=SOCKET_SECONDS,
+                socket_connect_timeout=2.0,
+                # a few quick tries for a connection that died unnoticed; longer outages are the callers' business
+                retry=Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.2), retries=2),
+            )
         )
         self._head = [config.prefix, int(config.keep_seconds * 1000), config.attempts]
         self._shared_keys = [self.keys.wake, self.keys.dead, self.keys.credits, *self.keys.queues]

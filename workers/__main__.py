@@ -1,0 +1,75 @@
+"""``python -m workers prefill | decode``: one worker. Everything that needs torch or a device starts here."""
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+
+import dotenv
+from tokenizers import Tokenizer
+
+from pipeline.config import Config
+from pipeline.errors import KVRelayError
+from pipeline.model import Model
+from workers.decode import DecodeWorker
+from workers.devices import open_decode, open_prefill
+from workers.keeper import Keeper
+from workers.prefill import PrefillWorker
+from workers.station import Station
+from workers.vitals import VitalsReader
+
+log = logging.getLogger("workers")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m workers", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("prefill", help="lease jobs, compute their KV caches, send them")
+    commands.add_parser("decode", help="receive KV caches, produce tokens")
+    keeper = commands.add_parser("keeper", help="started by a worker, not by people")
+    keeper.add_argument("worker")
+    keeper.add_argument("vitals", type=int)
+    convert = commands.add_parser("convert", help="turn a GGUF file into a model directory")
+    convert.add_argument("source", type=Path)
+    convert.add_argument("target", type=Path)
+    arguments = parser.parse_args()
+    dotenv.load_dotenv(".env")
+    try:
+        if arguments.command == "convert":
+            from workers.convert import convert as convert_model  # torch: only where it is asked for
+
+            convert_model(arguments.source, arguments.target)
+            return 0
+        config = Config.from_env()
+        logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(message)s")
+        if arguments.command == "keeper":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it goes when its worker has gone
+            asyncio.run(Keeper(config, arguments.worker, VitalsReader(arguments.vitals)).run())
+            return 0
+        return asyncio.run(_work(arguments.command, config))
+    except KVRelayError as error:
+        print(f"kvrelay {arguments.command}: {error}", file=sys.stderr)
+        return 1
+
+
+async def _work(role: str, config: Config) -> int:
+    model = Model.locate(config)
+    tokenizer = Tokenizer.from_file(str(model.tokenizer_file))
+    device = open_prefill(config, model) if role == "prefill" else open_decode(config, model)
+    station = Station(role, config)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, station.draining.set)
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    worker = (PrefillWorker if role == "prefill" else DecodeWorker)(station, device, model, decode)  # type: ignore
+    await worker.run()
+    log.info("%s has left", station.worker, extra={"action": "left", "worker": station.worker})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

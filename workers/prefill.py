@@ -1,0 +1,222 @@
+"""The prefill loop: lease a job with a credit, compute its KV cache, send it layer by layer, draw the first token.
+
+The next job's prefill starts when the device is free, while the last one's hand-over is still under way.
+"""
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from brokers.kv_sender import KVSender, Outbound
+from brokers.queue import Lease
+from brokers.token_log import Append, TokenLog
+from pipeline.errors import Cancelled, CreditVoid, DeviceError, RedisRefused, TransferError
+from pipeline.generation import Generation
+from pipeline.model import Model
+from pipeline.states import Status
+from pipeline.text import Decode
+from workers.devices import Logits, PrefillDevice
+from workers.sampler import sample
+from workers.station import Figures, Station, insist
+
+log = logging.getLogger(__name__)
+
+
+class Work:
+    """A job in hand. `ended` is read by the compute thread, between layers."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.phase = "prefill"
+        self.ended = False
+
+
+class PrefillWorker:
+    def __init__(self, station: Station, device: PrefillDevice, model: Model, decode: Decode) -> None:
+        config = station.config
+        self._station = station
+        self._device = device
+        self._model = model
+        self._decode = decode
+        self._log = TokenLog(station.store)
+        self._sender = KVSender(
+            geometry=device.geometry,
+            buffer_bytes=config.kv_buffer_mib << 20,
+            open_seconds=config.open_seconds,
+            part_seconds=config.part_seconds,
+        )
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._turn = asyncio.Lock()  # the device's
+        self._work: dict[asyncio.Task[None], Work] = {}
+        self._jobs_done = self._tokens_done = self._bytes_sent = 0
+
+    async def run(self) -> None:
+        """Until the station drains; then running jobs may finish for the grace time, the rest is handed back."""
+        facts: Figures = {"device": self._station.config.prefill_device, "slots": 1}
+        await self._station.enter(facts, figures=self._figures, ended=self._ended, lost=self._lost)
+        while not self._station.draining.is_set():
+            await insist(self._step)
+        if self._work:
+            await asyncio.wait(self._work, timeout=self._station.config.grace_seconds)
+        for work in self._work.values():
+            work.ended = True
+        if self._work:
+            await asyncio.wait(self._work)
+        self._sender.close()
+        self._compute.shutdown()
+        await self._station.leave()
+
+    async def _step(self) -> None:
+        """Lease when the device is free; otherwise, and without work, wait."""
+        await self._turn.acquire()
+        try:
+            answer = await self._station.queue.lease(self._station.worker)
+        except BaseException:
+            self._turn.release()
+            raise
+        if isinstance(answer, Lease):
+            work = Work(answer)
+            self._station.vitals.hold(answer.job_id, answer.lease_id)
+            task = asyncio.create_task(self._serve(work))
+            self._work[task] = work
+            task.add_done_callback(self._work.pop)
+        else:
+            self._turn.release()
+            await self._station.queue.wait(answer.mark)
+
+    async def _serve(self, work: Work) -> None:
+        """One job from lease to hand-over, and what each way of failing means."""
+        lease = work.lease
+        turn = _Turn(self._turn)
+        extra: dict[str, Any] = {"job": lease.job_id, "worker": self._station.worker}
+        try:
+            await self._prefill(work, turn)
+        except Cancelled:
+            if self._station.draining.is_set():
+                await self._release(work, "the worker shuts down", refund=True)
+            else:
+                log.info("left job %s in %s", lease.job_id, work.phase, extra={"action": "left", **extra})
+                await insist(lambda: self._station.queue.settle(lease.job_id, work.phase))
+        except CreditVoid as error:
+            await self._release(work, str(error), refund=True)
+        except (TransferError, DeviceError, RedisRefused) as error:
+            await self._release(work, f"{work.phase}: {error}")
+        except Exception as error:
+            log.exception("prefill of job %s failed", lease.job_id, extra={"action": "prefill_failed", **extra})
+            await self._release(work, f"{work.phase}: {type(error).__name__}: {error}")
+        finally:
+            turn.give_back()
+            self._station.vitals.let_go(lease.job_id, lease.lease_id)
+
+    async def _prefill(self, work: Work, turn: "_Turn") -> None:
+        lease = work.lease
+        tokens = await self._tokens_so_far(lease)
+        prompt = [*lease.job.prompt, *tokens]
+        outbound = await self._sender.open(
+            lease.endpoint, nonce=lease.nonce, job_id=lease.job_id, lease_id=lease.lease_id, tokens=len(prompt)
+        )
+        committed = False
+        try:
+            logits = await self._run_device(work, prompt, outbound)
+            turn.give_back()
+            work.phase = "transfer"
+            generation = Generation(lease.job, eos=self._model.eos, decode=self._decode, tokens=tokens)
+            over = await self._first_token(work, generation, logits)
+            if not over:
+                # only now: the decode worker goes on from a token that is in the log
+                await outbound.commit(tuple(generation.tokens))
+                committed = True
+            self._jobs_done += 1
+            self._tokens_done += len(prompt)
+        finally:
+            self._bytes_sent += outbound.bytes_sent
+            outbound.close()
+            if not committed:
+                await outbound.abort("the prefill worker gave up, or the job is over")
+
+    async def _tokens_so_far(self, lease: Lease) -> list[int]:
+        """What an earlier attempt left in the log."""
+        if not lease.log_length:
+            return []
+        entries = await insist(lambda: self._log.read(lease.job_id))
+        return [entry.token for entry in entries if entry.token is not None]
+
+    async def _run_device(self, work: Work, prompt: list[int], outbound: Outbound) -> Logits:
+        """Chunk by chunk in the compute thread; KV goes out on the way."""
+        if len(prompt) > self._device.max_tokens:
+            raise DeviceError(f"{len(prompt)} prompt tokens; this device holds {self._device.max_tokens}")
+        running = self._device.begin(prompt)
+
+        def advance() -> Logits | None:
+            if work.ended:
+                raise Cancelled
+            with self._station.vitals.device_call():
+                return running.advance(outbound.put, lambda: work.ended)
+
+        logits = None
+        while logits is None:
+            logits = await asyncio.get_running_loop().run_in_executor(self._compute, advance)
+        return logits
+
+    async def _first_token(self, work: Work, generation: Generation, logits: Logits) -> bool:
+        """Draws and logs it. True if the job is over with it."""
+        lease = work.lease
+        index = generation.index
+        emission = generation.accept(sample(logits, lease.job.sampling, index))
+        append = Append(
+            job_id=lease.job_id,
+            lease_id=lease.lease_id,
+            start=index,
+            tokens=[(emission.token, emission.text)],
+            end=str(Status.FINISHED) if emission.end else "",
+            reason=emission.end or "",
+        )
+        answer = (await insist(lambda: self._log.append([append])))[0]
+        if answer.startswith("lost:"):
+            raise Cancelled(answer)
+        if answer.startswith("gap:"):
+            raise TransferError("Redis lost tokens of this job")
+        return emission.end is not None
+
+    async def _release(self, work: Work, reason: str, *, refund: bool = False) -> None:
+        lease = work.lease
+        answer = await insist(
+            lambda: self._station.queue.release(lease.job_id, lease.lease_id, reason, refund=refund)
+        )
+        if not answer.startswith("lost:"):  # lost: it was handed over, or is over
+            log.warning(
+                "gave job %s back: %s (%s)",
+                *(lease.job_id, reason, answer),
+                extra={"action": "released", "job": lease.job_id},
+            )
+
+    def _ended(self, job_id: str) -> None:
+        for work in self._work.values():
+            if work.lease.job_id == job_id:
+                work.ended = True
+
+    def _lost(self, lease_id: str) -> None:
+        for work in self._work.values():
+            if work.lease.lease_id == lease_id:
+                work.ended = True
+
+    def _figures(self) -> Figures:
+        return {
+            "busy": len(self._work),
+            "jobs": self._jobs_done,
+            "tokens": self._tokens_done,
+            "bytes": self._bytes_sent,
+        }
+
+
+class _Turn:
+    """The device's lock, given back once: after the last chunk, or when the job fails before."""
+
+    def __init__(self, lock: asyncio.Lock) -> None:
+        self._lock: asyncio.Lock | None = lock
+
+    def give_back(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None

@@ -1,0 +1,117 @@
+"""A worker's place in the system: its name, its keeper, the bell, the leases it holds, and the way out."""
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import subprocess
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from brokers.queue import JobQueue
+from brokers.registry import Registry
+from brokers.store import Store
+from brokers.tombstones import Bell
+from pipeline.config import Config
+from pipeline.errors import RedisAway, RedisRefused
+from workers.keeper import listen_to, start_keeper, worker_lifetime
+from workers.vitals import Vitals
+
+log = logging.getLogger(__name__)
+
+Figures = dict[str, str | int | float]
+
+
+class Station:
+    def __init__(self, role: str, config: Config) -> None:
+        self.worker = f"{role}-{secrets.token_hex(3)}"
+        self.config = config
+        self.store = Store(config)
+        self.queue = JobQueue(self.store)
+        self.vitals = Vitals()
+        self.draining = asyncio.Event()
+        self._role = role
+        self._registry = Registry(self.store, worker_lifetime(config))
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._figures: Callable[[], Figures] = dict
+
+    async def enter(
+        self,
+        facts: Figures,
+        *,
+        figures: Callable[[], Figures],
+        ended: Callable[[str], None],
+        lost: Callable[[str], None],
+    ) -> None:
+        """Registers the worker and starts its keeper.
+
+        facts never change, figures are asked for again and again. ended(job id) is called for every job that ends
+        anywhere, lost(lease id) for a lease of ours that could not be renewed.
+        """
+        self._figures = figures
+        self.vitals.facts = {
+            "role": self._role,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            **facts,
+            **figures(),
+        }
+        self.vitals.publish()
+        await insist(lambda: self._registry.announce(self.worker, {**self.vitals.facts, "state": "alive"}))
+        self.spawn(Bell(self.store).listen(ended))
+        self.spawn(self._keep(lost))
+        self.spawn(self._publish_figures())
+        log.info("%s is ready", self.worker, extra={"action": "ready", "worker": self.worker})
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Runs beside the worker's loop; an exception that nobody expected ends the worker rather than hide."""
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    async def leave(self) -> None:
+        """The worker is done: nothing of it stays in Redis."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._keeper is not None:
+            self._keeper.communicate()  # closes its input: that is its end; before it could announce us again
+        try:
+            await self.queue.retire(self.worker)
+            await self._registry.leave(self.worker)
+        except (RedisAway, RedisRefused) as error:
+            log.warning("left without a word: %s", error, extra={"action": "leave"})
+        await self.store.close()
+
+    async def _keep(self, lost: Callable[[str], None]) -> None:
+        while True:
+            self._keeper = start_keeper(self.worker, self.vitals)
+            await listen_to(self._keeper, lost)
+            log.error("the keeper ended; another one starts", extra={"action": "keeper_ended"})
+            await asyncio.sleep(self.config.tick_seconds)
+
+    async def _publish_figures(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.tick_seconds)
+            self.vitals.facts.update(self._figures())
+            self.vitals.publish()
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("a part of %s failed", self.worker, exc_info=error, extra={"action": "part_failed"})
+            self.draining.set()
+
+
+async def insist(attempt: Callable[[], Awaitable[Any]], *, longest: float = 2.0) -> Any:
+    """Tries until Redis answers; the pause grows, with some randomness so that workers do not come back in step."""
+    pause = 0.05
+    while True:
+        try:
+            return await attempt()
+        except RedisAway as error:
+            log.warning("%s; trying again", error, extra={"action": "redis_away"})
+            await asyncio.sleep(pause * (1 + secrets.randbelow(1000) / 1000))
+            pause = min(2 * pause, longest)
