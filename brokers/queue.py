@@ -52,6 +52,14 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """late: its deadline has passed, by Redis' clock."""
+
+    status: Status
+    late: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """Of one queue stream."""
 
@@ -175,3 +183,15 @@ class JobQueue:
             Load(unfinished=length, working=0 if isinstance(pending, Exception) else pending["pending"])
             for length, pending in zip(answers[::2], answers[1::2], strict=True)
         ]
+
+    @translated
+    async def standing(self, job_id: str) -> Standing | None:
+        """None if there is no such job."""
+        async with self._store.redis.pipeline(transaction=False) as pipe:
+            pipe.hmget(self._store.keys.job(job_id), "status", "deadline")
+            pipe.time()
+            (status, deadline), (seconds, microseconds) = await pipe.execute()
+        if status is None:
+            return None
+        now = seconds * 1000 + microseconds // 1000
+        return Standing(status=Status(status), late=0 < int(deadline) < now)

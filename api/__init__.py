@@ -1,0 +1,1 @@
+"""The HTTP face, and the ``kvrelay`` command. Never torch, never ``workers``."""
