@@ -1,0 +1,181 @@
+"""The ``kvrelay`` command."""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from typing import Any
+
+import dotenv
+
+from api.pull import pull
+from api.up import up
+from brokers.queue import JobQueue
+from brokers.registry import Registry
+from brokers.store import Store
+from pipeline.config import Config
+from pipeline.errors import KVRelayError
+from pipeline.job import Priority
+
+
+class ApiRefused(KVRelayError):
+    """The API answered with an error."""
+
+
+def main() -> int:
+    arguments = _parser().parse_args()
+    own_redis = "KVR_REDIS_URL" not in os.environ and "KVR_REDIS_URL" not in dotenv.dotenv_values(".env")
+    dotenv.load_dotenv(".env")
+    try:
+        config = Config.from_env()
+        if arguments.command == "up":
+            return up(config, own_redis=own_redis, scale=arguments.c)
+        run: Callable[[Config, argparse.Namespace], int] = arguments.run
+        return run(config, arguments)
+    except KVRelayError as error:
+        print(f"kvrelay: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvrelay", description="Prefill on one chip, decode on another.")
+    parser.add_argument("--version", action="version", version=version("kvrelay"))
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    start = commands.add_parser("up", help="start the whole system on this machine")
+    start.add_argument("-c", default="", metavar="prefill=2,decode=2", help="how many of each")
+
+    commands.add_parser("pull", help="fetch and convert the model that KVR_MODEL names").set_defaults(run=_pull)
+
+    submit = commands.add_parser("submit", help="queue a prompt, print the job's id")
+    submit.add_argument("prompt", help="the text; - reads it from standard input")
+    submit.add_argument("--chat", action="store_true", help="as a user's message, through the chat template")
+    submit.add_argument("--max-tokens", type=int)
+    submit.add_argument("--temperature", type=float)
+    submit.add_argument("--seed", type=int)
+    submit.add_argument("--priority", choices=[priority.name.lower() for priority in Priority])
+    submit.add_argument("--watch", action="store_true", help="print the text as it comes")
+    submit.set_defaults(run=_submit)
+
+    watch = commands.add_parser("watch", help="print a job's text as it comes")
+    watch.add_argument("job")
+    watch.set_defaults(run=_watch)
+
+    cancel = commands.add_parser("cancel", help="end a job, wherever it is")
+    cancel.add_argument("job")
+    cancel.set_defaults(run=_cancel)
+
+    commands.add_parser("queue", help="what waits and what is worked on").set_defaults(run=_queue)
+    commands.add_parser("workers", help="who lives, and what they do").set_defaults(run=_workers)
+    return parser
+
+
+def _pull(config: Config, _arguments: argparse.Namespace) -> int:
+    print(f"{config.name} is in {pull(config)}")
+    return 0
+
+
+def _submit(config: Config, arguments: argparse.Namespace) -> int:
+    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if arguments.chat else {"prompt": text}
+    for name in ("max_tokens", "temperature", "seed", "priority"):
+        if (value := getattr(arguments, name)) is not None:
+            body[name] = value
+    job: str = _call(config, "POST", "/v1/jobs", body)["id"]
+    if arguments.watch:
+        return _print_events(config, job)
+    print(job)
+    return 0
+
+
+def _watch(config: Config, arguments: argparse.Namespace) -> int:
+    return _print_events(config, arguments.job)
+
+
+def _cancel(config: Config, arguments: argparse.Namespace) -> int:
+    answer = _call(config, "DELETE", f"/v1/jobs/{arguments.job}")
+    print(f"{answer['status']}, in phase {answer.get('stopped', {}).get('phase', '-')}")
+    return 0
+
+
+def _queue(config: Config, _arguments: argparse.Namespace) -> int:
+    async def look() -> list[Any]:
+        store = Store(config)
+        try:
+            return await JobQueue(store).load()
+        finally:
+            await store.close()
+
+    print(f"{'queue':12}{'waiting':>9}{'working':>9}")
+    for name, load in zip(["handed back", *(p.name.lower() for p in Priority)], asyncio.run(look()), strict=True):
+        print(f"{name:12}{load.waiting:>9}{load.working:>9}")
+    return 0
+
+
+def _workers(config: Config, _arguments: argparse.Namespace) -> int:
+    async def look() -> dict[str, dict[str, str]]:
+        store = Store(config)
+        try:
+            return await Registry(store, config.lease_seconds).living()
+        finally:
+            await store.close()
+
+    print(f"{'worker':18}{'state':9}{'device':8}{'host':16}{'pid':>8}{'slots':>7}{'busy':>6}{'jobs':>8}{'tokens':>10}{'seen':>8}")
+    for worker, facts in asyncio.run(look()).items():
+        seen = time.time() - int(facts.get("seen", time.time() * 1000)) / 1000
+        row = [facts.get(name, "-") for name in ("state", "device", "host", "pid", "slots", "busy", "jobs", "tokens")]
+        print("{:18}{:9}{:8}{:16}{:>8}{:>7}{:>6}{:>8}{:>10}".format(worker, *row) + f"{seen:6.1f} s")
+    return 0
+
+
+def _print_events(config: Config, job: str) -> int:
+    """The text to standard output, how it ended to standard error."""
+    for event, data in _events(config, job):
+        if event == "end":
+            print(f"\n[{data['status']}: {data['reason']}]", file=sys.stderr)
+            return 0 if data["status"] == "finished" else 1
+        if event == "error":
+            raise ApiRefused(data["error"]["message"])
+        print(data["text"], end="", flush=True)
+    raise ApiRefused("the API ended the stream before the job was over")
+
+
+def _events(config: Config, job: str) -> Iterator[tuple[str, Any]]:
+    event = "message"
+    with _open(config, "GET", f"/v1/jobs/{job}/events", None) as response:
+        for raw in response:
+            line = raw.decode().rstrip("\n")
+            if line.startswith("event: "):
+                event = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                yield event, json.loads(line.removeprefix("data: "))
+                event = "message"
+
+
+def _call(config: Config, method: str, path: str, body: Any = None) -> Any:
+    with _open(config, method, path, body) as response:
+        return json.load(response)
+
+
+def _open(config: Config, method: str, path: str, body: Any) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(config.api_url + path, data=data, method=method)  # noqa: S310 - our own API
+    try:
+        return urllib.request.urlopen(request)  # noqa: S310
+    except urllib.error.HTTPError as error:
+        answer = json.load(error)
+        if method == "DELETE" and error.code == 409:
+            raise ApiRefused(f"the job is over: {answer['status']}") from None
+        raise ApiRefused(answer["error"]["message"]) from None
+    except OSError as error:
+        raise ApiRefused(f"no API at {config.api_url} ({getattr(error, 'reason', error)}): is it running?") from None

@@ -1,0 +1,185 @@
+"""The torch device against transformers' own `generate`, in float32, on small models with random weights."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from pipeline.config import Config
+from pipeline.errors import Cancelled
+from pipeline.model import SIM, Model
+from workers.devices.torch import TorchDecode, TorchPrefill, open_decode, open_prefill
+
+WINDOW = 16
+NEW = 12
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "llama": transformers.LlamaConfig(**SMALL),
+    "qwen2": transformers.Qwen2Config(**SMALL),
+    "qwen3": transformers.Qwen3Config(**SMALL, head_dim=32),
+    "gemma3": transformers.Gemma3TextConfig(
+        **{**SMALL, "num_hidden_layers": 6}, head_dim=24, sliding_window=WINDOW, query_pre_attn_scalar=24
+    ),
+}
+Block = tuple[int, int, int, bytes, bytes]
+
+
+class Pair:
+    """A prefill and a decode device on the same model, and the reference."""
+
+    def __init__(self, directory: Path, cache: Path, chunk: int) -> None:
+        config = Config(
+            model=str(directory), cache=str(cache), context=256, chunk=chunk, slots=4, dtype="float32", decode_threads=2
+        )
+        self.prefill: TorchPrefill = open_prefill(config, Model(directory))
+        self.decode: TorchDecode = open_decode(config, Model(directory))
+        self.reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+    def expected(self, prompt: list[int], new: int = NEW) -> list[int]:
+        with torch.inference_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out = self.reference.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False)
+        return list(out[0, len(prompt) :].tolist())
+
+    def cache(self, prompt: list[int]) -> tuple[list[Block], int]:
+        """KV as it would go over the wire, and the first token."""
+        blocks: list[Block] = []
+        running = self.prefill.begin(prompt)
+        logits = None
+        while logits is None:
+            logits = running.advance(lambda *block: blocks.append((*block[:3], bytes(block[3]), bytes(block[4]))), bool)
+        return blocks, int(logits.argmax())
+
+    def fill(self, slot: int, prompt: list[int], *, zeroed: bool = False) -> int:
+        blocks, token = self.cache(prompt)
+        for layer, start, tokens, k, v in blocks:
+            self.decode.insert(slot, layer, start, tokens, bytes(len(k)) if zeroed else k, v)
+        self.decode.begin(slot, len(prompt), token)
+        return token
+
+    def step(self, answers: dict[int, list[int]]) -> None:
+        logits = self.decode.step()
+        for slot, answer in answers.items():
+            answer.append(int(logits[slot].argmax()))
+            self.decode.commit(slot, answer[-1])
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(length + 1000 * seed)
+    return list(torch.randint(1, 300, (length,), generator=generator).tolist())
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[request.param])
+    with torch.no_grad():  # small random models say little; larger weights make wrong caches visible
+        for weight in model.parameters():
+            weight.mul_(3 if weight.ndim > 1 else 1)
+    model.save_pretrained(path)
+    (path / "tokenizer.json").write_bytes((SIM / "tokenizer.json").read_bytes())
+    return path
+
+
+@pytest.fixture(params=[8, 64], ids=["chunk8", "chunk64"], scope="module")
+def pair(request: pytest.FixtureRequest, directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(directory, tmp_path_factory.mktemp("cache"), request.param)
+
+
+@pytest.fixture(autouse=True)
+def _empty_slots(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "pair" in request.fixturenames:
+        decode = request.getfixturevalue("pair").decode
+        for slot in range(decode.slots):
+            decode.evict(slot)
+
+
+def test_tokens_equal_generate_for_ragged_rows_below_at_and_above_the_window(pair: Pair) -> None:
+    prompts = {slot: prompt_of(length) for slot, length in enumerate((3, WINDOW - 1, WINDOW, 50))}
+    answers = {slot: [pair.fill(slot, prompt)] for slot, prompt in prompts.items()}
+    for _ in range(NEW - 1):
+        pair.step(answers)
+    assert answers == {slot: pair.expected(prompt) for slot, prompt in prompts.items()}
+
+
+def test_a_slot_is_refilled_while_others_go_on_and_idle_rows_harm_nobody(pair: Pair) -> None:
+    long, first, second = prompt_of(40), prompt_of(5), prompt_of(WINDOW + 1)
+    answers = {3: [pair.fill(3, long)]}  # rows 0 to 2 are idle
+    pair.step(answers)
+    answers[1] = [pair.fill(1, first)]
+    for _ in range(2):
+        pair.step(answers)
+    pair.decode.evict(1)
+    assert answers.pop(1) == pair.expected(first, 3)
+    pair.step(answers)
+    answers[1] = [pair.fill(1, second)]
+    for _ in range(4):
+        pair.step(answers)
+    assert answers[1] == pair.expected(second, 5)
+    assert answers[3] == pair.expected(long, len(answers[3]))
+
+
+def test_an_idle_row_never_writes_into_a_slot_that_is_being_filled(pair: Pair) -> None:
+    prompt = prompt_of(20)
+    blocks, token = pair.cache(prompt)
+    answers = {2: [pair.fill(2, prompt_of(9))]}
+    for count, (layer, start, tokens, k, v) in enumerate(blocks):
+        pair.decode.insert(0, layer, start, tokens, k, v)
+        if count % 2:
+            pair.step(answers)
+    pair.decode.begin(0, len(prompt), token)
+    answers[0] = [token]
+    for _ in range(4):
+        pair.step(answers)
+    assert answers[0] == pair.expected(prompt, 5)
+
+
+def test_a_zeroed_cache_gives_other_tokens(pair: Pair) -> None:
+    prompt = prompt_of(50)
+    answers = {0: [pair.fill(0, prompt, zeroed=True)]}
+    for _ in range(NEW - 1):
+        pair.step(answers)
+    assert answers[0] != pair.expected(prompt)
+
+
+def test_a_cancel_between_layers_leaves_the_device_usable(pair: Pair) -> None:
+    seen: list[int] = []
+    running = pair.prefill.begin(prompt_of(60))
+    with pytest.raises(Cancelled):
+        for _ in range(60):
+            running.advance(lambda layer, *_: seen.append(layer), lambda: len(seen) >= 2)
+    assert seen == [0, 1]
+    prompt = prompt_of(30)
+    answers = {0: [pair.fill(0, prompt)]}
+    for _ in range(3):
+        pair.step(answers)
+    assert answers[0] == pair.expected(prompt, 4)
+
+
+def test_two_prompts_may_take_turns_chunk_by_chunk(pair: Pair) -> None:
+    prompts = [prompt_of(70, seed=1), prompt_of(33, seed=2)]
+    running = {index: pair.prefill.begin(prompt) for index, prompt in enumerate(prompts)}
+    first: dict[int, int] = {}
+    while running:
+        for index in list(running):
+            logits = running[index].advance(lambda *_: None, bool)
+            if logits is not None:
+                first[index] = int(logits.argmax())
+                del running[index]
+    assert [first[index] for index in range(2)] == [pair.expected(prompt, 1)[0] for prompt in prompts]
