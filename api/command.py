@@ -130,7 +130,9 @@ def _workers(config: Config, _arguments: argparse.Namespace) -> int:
         finally:
             await store.close()
 
-    print(f"{'worker':18}{'state':9}{'device':8}{'host':16}{'pid':>8}{'slots':>7}{'busy':>6}{'jobs':>8}{'tokens':>10}{'seen':>8}")
+    print(
+        f"{'worker':18}{'state':9}{'device':8}{'host':16}{'pid':>8}{'slots':>7}{'busy':>6}{'jobs':>8}{'tokens':>10}{'seen':>8}"
+    )
     for worker, facts in asyncio.run(look()).items():
         seen = time.time() - int(facts.get("seen", time.time() * 1000)) / 1000
         row = [facts.get(name, "-") for name in ("state", "device", "host", "pid", "slots", "busy", "jobs", "tokens")]

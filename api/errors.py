@@ -1,12 +1,12 @@
 """What goes wrong at the HTTP edge, and how it is shown: OpenAI's error object.
 
-    ApiError
-    ├── TooLarge     413
-    ├── QueueFull    429   Retry-After
-    ├── JobUnknown   404
-    ├── JobGone      410
-    ├── NoWorkers    503   Retry-After
-    └── JobFailed    what became of the job: 500 failed, 504 expired, 409 cancelled by someone else
+ApiError
+├── TooLarge     413
+├── QueueFull    429   Retry-After
+├── JobUnknown   404
+├── JobGone      410
+├── NoWorkers    503   Retry-After
+└── JobFailed    what became of the job: 500 failed, 504 expired, 409 cancelled by someone else
 """
 
 import logging

@@ -112,7 +112,6 @@ class ChatRequest(Generate, kw_only=True):
 
 
 Request = CompletionRequest | ChatRequest
-R = TypeVar("R", CompletionRequest, ChatRequest)
 
 #: field → the values, beside null, that change nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -151,12 +150,14 @@ def read_job(body: bytes) -> Request:
     return request
 
 
-def read(body: bytes, kind: type[R]) -> R:
+def read(body: bytes, kind: type[CompletionRequest] | type[ChatRequest]) -> Request:
     """The request of a body. Raises InvalidRequest that names the field."""
     request = _decode(body, kind)
     for name, neutral in NEUTRAL.items():
         value = getattr(request, name, None)
-        if value is not None and not any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
+        if value is not None and not any(
+            value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral
+        ):
             accepted = " or ".join(repr(value) for value in neutral)
             raise InvalidRequest(name, f"{value!r} is not supported, only {accepted}", code="unsupported_value")
     if request.stream_options is not None and not request.stream:
@@ -167,7 +168,9 @@ def read(body: bytes, kind: type[R]) -> R:
 async def make_job(request: Request, codec: PromptCodec, config: Config) -> Job:
     """The job of a request: tokenized, and known to fit. Raises InvalidRequest that names the field."""
     if request.model and request.model != config.name:
-        raise InvalidRequest("model", f"{request.model!r} is not served here, {config.name!r} is", code="model_not_found")
+        raise InvalidRequest(
+            "model", f"{request.model!r} is not served here, {config.name!r} is", code="model_not_found"
+        )
     if isinstance(request, ChatRequest):
         field, limit = "messages", request.max_completion_tokens or request.max_tokens
         prompt = await codec.encode_chat([message.plain() for message in request.messages])

@@ -24,7 +24,9 @@ class PromptCodec:
         self.vocab_size = max(int(model.config.get("vocab_size", 0)), self._tokenizer.get_vocab_size())
         self._template = _compile(model.chat_template)
         special = model.tokenizer_config
-        self._special = {name: _text(special.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        self._special = {
+            name: _text(special.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+        }
 
     async def encode(self, text: str) -> list[int]:
         """A raw prompt, with the special tokens that the tokenizer itself adds (Gemma's <bos>)."""
@@ -34,7 +36,9 @@ class PromptCodec:
         """Messages through the model's template, which writes the special tokens itself."""
         if self._template is None:
             raise InvalidRequest(
-                "messages", "this model has no chat template (a base model): use /v1/completions", code="no_chat_template"
+                "messages",
+                "this model has no chat template (a base model): use /v1/completions",
+                code="no_chat_template",
             )
         try:
             text = self._template.render(messages=messages, add_generation_prompt=True, **self._special)

@@ -46,7 +46,13 @@ def up(config: Config, *, own_redis: bool, scale: str) -> int:
         **os.environ,
         "PATH": path,
     }
-    command = [sys.executable, "-m", "honcho", "start", *(["-c", ",".join(filter(None, counts))] if any(counts) else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "honcho",
+        "start",
+        *(["-c", ",".join(filter(None, counts))] if any(counts) else []),
+    ]
     honcho = subprocess.Popen(command, env=environment)
     signal.signal(signal.SIGTERM, lambda *_: honcho.send_signal(signal.SIGTERM))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches honcho by itself, which ends the others
@@ -59,7 +65,7 @@ def up(config: Config, *, own_redis: bool, scale: str) -> int:
 
 def _only_copy() -> IO[str]:
     """A lock that the kernel releases with its holder."""
-    lock = Path("var/up.lock").open("a+")
+    lock = Path("var/up.lock").open("a+")  # noqa: SIM115 - held until the process ends
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -84,7 +90,7 @@ def _wait_until_ready(config: Config, honcho: "subprocess.Popen[bytes]") -> bool
     """False if the system ended first."""
     while honcho.poll() is None:
         try:
-            with urllib.request.urlopen(f"{config.api_url}/health/ready", timeout=2) as response:
+            with urllib.request.urlopen(f"{config.api_url}/health/ready", timeout=2) as response:  # noqa: S310
                 if json.load(response)["ready"]:
                     return True
         except (OSError, ValueError):

@@ -46,9 +46,7 @@ class KVSender:
         link = self._links.get(endpoint) or _Link(self._zmq, endpoint, int(self.part_seconds * 1000))
         self._links[endpoint] = link
         outbound = Outbound(self, link, nonce, lease_id)
-        opened = Open(
-            nonce=nonce, job=job_id, lease=lease_id, tokens=tokens, fingerprint=self.geometry.fingerprint()
-        )
+        opened = Open(nonce=nonce, job=job_id, lease=lease_id, tokens=tokens, fingerprint=self.geometry.fingerprint())
         try:
             await outbound.ask(opened, self.open_seconds)
         except TimeoutError:
@@ -225,10 +223,10 @@ class Outbound:
         """Frames of about PART_BYTES; one that fits is not copied."""
         geometry = self._sender.geometry
         step = max(1, PART_BYTES // geometry.token_bytes)
-        rows = np.frombuffer(buffer, dtype=np.uint8).reshape(geometry.kv_heads, tokens, -1)
+        rows = np.frombuffer(memoryview(buffer), dtype=np.uint8).reshape(geometry.kv_heads, tokens, -1)
         for at in range(0, tokens, step):
             piece = np.ascontiguousarray(rows[:, at : at + step])
-            frame = memoryview(piece).cast("B")
+            frame = piece.data.cast("B")
             count = piece.shape[1]
             yield (
                 Part(

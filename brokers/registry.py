@@ -17,7 +17,7 @@ class Registry:
     async def announce(self, worker: str, facts: Facts) -> None:
         """The worker lives, and these are its facts and figures."""
         async with self._store.redis.pipeline(transaction=True) as pipe:
-            pipe.hset(self._store.keys.worker(worker), mapping=dict(facts))  # type: ignore[arg-type]
+            pipe.hset(self._store.keys.worker(worker), mapping=dict(facts))
             pipe.pexpire(self._store.keys.worker(worker), self._lifetime_ms)
             pipe.sadd(self._store.keys.workers, worker)
             await pipe.execute()

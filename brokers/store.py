@@ -23,7 +23,7 @@ BLOCK_SECONDS = 1.0
 SOCKET_SECONDS = 5.0
 CONNECTIONS = 32  # a burst of requests waits for one, rather than open a thousand
 
-SCRIPTS = "submit lease renew append handover release stop settle sweep retire".split()
+SCRIPTS = ("submit", "lease", "renew", "append", "handover", "release", "stop", "settle", "sweep", "retire")
 
 
 def translated(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
@@ -46,7 +46,8 @@ class Store:
 
     def __init__(self, config: Config) -> None:
         self.keys = Keys(config.prefix)
-        self.redis: Redis = Redis.from_pool(
+        # Any: the driver types every reply as bytes or str at once
+        self.redis: Any = Redis.from_pool(
             BlockingConnectionPool.from_url(
                 config.redis_url,
                 max_connections=CONNECTIONS,
@@ -58,16 +59,14 @@ class Store:
                 retry=Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.2), retries=2),
             )
         )
-        self._head = [config.prefix, int(config.keep_seconds * 1000), config.attempts]
+        self._head: list[str | int | float] = [config.prefix, int(config.keep_seconds * 1000), config.attempts]
         self._shared_keys = [self.keys.wake, self.keys.dead, self.keys.credits, *self.keys.queues]
         self._scripts = {name: self.redis.register_script(_source(name)) for name in SCRIPTS}
 
     async def run(self, script: str, *args: str | int | float, jobs: Iterable[str] = ()) -> Any:
         """Runs a script on the shared keys and those of `jobs`."""
         keys = [key for job in jobs for key in (self.keys.job(job), self.keys.tokens(job))]
-        return await self._scripts[script](
-            keys=[*self._shared_keys, *keys], args=[*self._head, *args]
-        )
+        return await self._scripts[script](keys=[*self._shared_keys, *keys], args=[*self._head, *args])
 
     @translated
     async def ping(self) -> None:

@@ -102,11 +102,12 @@ class Config:
                 raise ConfigError(variable, text, "there is no such setting; .env.example lists them all")
             if text == "" and setting.default != "":
                 continue  # `KVR_X=` in a .env file means: as if it were not there
+            kind: Any = type(setting.default)
             try:
-                values[setting.name] = type(setting.default)(text)
+                values[setting.name] = kind(text)
             except ValueError:
-                kind = {int: "a whole number", float: "a number"}[type(setting.default)]
-                raise ConfigError(variable, text, f"must be {kind}, as in {setting.default}") from None
+                what = "a whole number" if kind is int else "a number"
+                raise ConfigError(variable, text, f"must be {what}, as in {setting.default}") from None
         return cls(**values)
 
     @property

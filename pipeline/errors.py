@@ -1,16 +1,16 @@
 """Every error that kvrelay raises on purpose. The message is the sentence a person reads.
 
-    KVRelayError
-    ├── ConfigError          a setting is wrong: names the variable, the value and what would do
-    ├── InvalidRequest       the client's fault: names the field
-    ├── ModelMissing         there is no model where one was expected
-    ├── DeviceError          the device, or its SDK, cannot do what was asked
-    ├── Cancelled            the job ended while we worked on it; leave, say nothing
-    ├── TransferError        a KV cache did not arrive; the job needs another attempt
-    │   ├── CreditVoid       … because the place is gone; the attempt does not count
-    │   └── FrameError       … because the other side's bytes break the protocol
-    ├── RedisAway            Redis does not answer; it may come back
-    └── RedisRefused         Redis answered no (out of memory, read only, wrong version)
+KVRelayError
+├── ConfigError          a setting is wrong: names the variable, the value and what would do
+├── InvalidRequest       the client's fault: names the field
+├── ModelMissing         there is no model where one was expected
+├── DeviceError          the device, or its SDK, cannot do what was asked
+├── Cancelled            the job ended while we worked on it; leave, say nothing
+├── TransferError        a KV cache did not arrive; the job needs another attempt
+│   ├── CreditVoid       … because the place is gone; the attempt does not count
+│   └── FrameError       … because the other side's bytes break the protocol
+├── RedisAway            Redis does not answer; it may come back
+└── RedisRefused         Redis answered no (out of memory, read only, wrong version)
 """
 
 

@@ -41,9 +41,7 @@ class Model:
         if not (model.directory / "config.json").is_file():
             raise ModelMissing(f"no model in {model.directory}: run `kvrelay pull` (or `make run`) first")
         if config.context > model.max_tokens:
-            raise ConfigError(
-                "KVR_CONTEXT", config.context, f"{config.name} holds at most {model.max_tokens} tokens"
-            )
+            raise ConfigError("KVR_CONTEXT", config.context, f"{config.name} holds at most {model.max_tokens} tokens")
         return model
 
     @cached_property

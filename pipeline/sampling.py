@@ -25,8 +25,6 @@ class SamplingParams:
 
 def uniform(seed: int, index: int) -> float:
     """A number in [0, 1) for token `index` of a job with this seed; the same on every machine."""
-    digest = hashlib.blake2b(
-        struct.pack("<Q", index), key=struct.pack("<Q", seed), digest_size=8
-    ).digest()
+    digest = hashlib.blake2b(struct.pack("<Q", index), key=struct.pack("<Q", seed), digest_size=8).digest()
     number: int = struct.unpack("<Q", digest)[0]
     return (number >> 11) / (1 << 53)

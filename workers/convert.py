@@ -17,7 +17,9 @@ def convert(source: Path, target: Path) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     except ImportError as error:
-        raise ModelMissing(f"converting a model needs torch and transformers ({error}): pip install 'kvrelay[cpu]'") from None
+        raise ModelMissing(
+            f"converting a model needs torch and transformers ({error}): pip install 'kvrelay[cpu]'"
+        ) from None
     partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     try:
         where, name = str(source.parent), source.name

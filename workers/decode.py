@@ -140,9 +140,7 @@ class DecodeWorker:
             self._station.spawn(self._settle_stopped(sequence))
         self._settle(step)
 
-    def _advance(
-        self, evicted: list[int], admitted: list[tuple[int, Sequence]], running: dict[int, Sequence]
-    ) -> Step:
+    def _advance(self, evicted: list[int], admitted: list[tuple[int, Sequence]], running: dict[int, Sequence]) -> Step:
         """In the compute thread: the device, and what follows from its logits. Never raises for one job's sake."""
         step = Step()
         with self._station.vitals.device_call():

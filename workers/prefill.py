@@ -181,9 +181,7 @@ class PrefillWorker:
 
     async def _release(self, work: Work, reason: str, *, refund: bool = False) -> None:
         lease = work.lease
-        answer = await insist(
-            lambda: self._station.queue.release(lease.job_id, lease.lease_id, reason, refund=refund)
-        )
+        answer = await insist(lambda: self._station.queue.release(lease.job_id, lease.lease_id, reason, refund=refund))
         if not answer.startswith("lost:"):  # lost: it was handed over, or is over
             log.warning(
                 "gave job %s back: %s (%s)",

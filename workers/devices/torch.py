@@ -25,7 +25,9 @@ try:
     from transformers.cache_utils import Cache, DynamicCache
     from transformers.utils import logging as transformers_logging
 except ImportError as error:
-    raise DeviceError(f"the cpu and cuda devices need torch and transformers ({error}): pip install 'kvrelay[cpu]'") from None
+    raise DeviceError(
+        f"the cpu and cuda devices need torch and transformers ({error}): pip install 'kvrelay[cpu]'"
+    ) from None
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text")
 FULL, SLIDING = "full_attention", "sliding_attention"
