@@ -24,7 +24,7 @@ from pipeline.text import Decode
 from pipeline.transfer import Transfer
 from workers.devices import DecodeDevice
 from workers.sampler import sample
-from workers.station import Figures, Station, insist
+from workers.station import Figures, Station
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class DecodeWorker:
         if self._station.draining.is_set():
             raise TransferError("the decode worker shuts down")
         lease_id = f"{self._station.worker}#{secrets.token_hex(6)}"
-        job = await insist(lambda: self._station.queue.handover(transfer.job, transfer.lease, lease_id))
+        job = await self._station.insist(lambda: self._station.queue.handover(transfer.job, transfer.lease, lease_id))
         generation = Generation(job, eos=self._model.eos, decode=self._decode, tokens=commit.tokens)
         sequence = Sequence(transfer.job, lease_id, generation, transfer, len(commit.tokens))
         if not commit.tokens or len(job.prompt) + len(commit.tokens) - 1 != transfer.tokens:
@@ -211,7 +211,7 @@ class DecodeWorker:
             batch = [sequence for sequence in self._sequences.values() if sequence.written < len(sequence.emissions)]
             if batch:
                 try:
-                    await insist(lambda batch=batch: self._append(batch))  # type: ignore[misc]
+                    await self._station.insist(lambda batch=batch: self._append(batch))  # type: ignore[misc]
                 except RedisRefused as error:
                     log.error("cannot write tokens: %s", error, extra={"action": "append_refused"})
                     await asyncio.sleep(self._station.config.tick_seconds)
@@ -266,7 +266,7 @@ class DecodeWorker:
 
     async def _settle_stopped(self, sequence: Sequence) -> None:
         """Its slot is empty now: phase and milliseconds go into the record, if somebody had stopped it."""
-        await insist(lambda: self._station.queue.settle(sequence.job_id, "decode"))
+        await self._station.insist(lambda: self._station.queue.settle(sequence.job_id, "decode"))
 
     def _forget(self, sequence: Sequence) -> bool:
         """True if it had a slot, which the next device call empties before anything else."""
@@ -283,7 +283,7 @@ class DecodeWorker:
         return True
 
     async def _give_back(self, sequence: Sequence, reason: str, *, refund: bool = False) -> None:
-        answer = await insist(
+        answer = await self._station.insist(
             lambda: self._station.queue.release(sequence.job_id, sequence.lease_id, reason, refund=refund)
         )
         log.warning("gave job %s back: %s (%s)", sequence.job_id, reason, answer, extra={"action": "released"})

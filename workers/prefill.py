@@ -4,6 +4,7 @@ The next job's prefill starts when the device is free, while the last one's hand
 """
 
 import asyncio
+import contextlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,14 +12,14 @@ from typing import Any
 from brokers.kv_sender import KVSender, Outbound
 from brokers.queue import Lease
 from brokers.token_log import Append, TokenLog
-from pipeline.errors import Cancelled, CreditVoid, DeviceError, RedisRefused, TransferError
+from pipeline.errors import Cancelled, CreditVoid, DeviceError, RedisAway, RedisRefused, TransferError
 from pipeline.generation import Generation
 from pipeline.model import Model
 from pipeline.states import Status
 from pipeline.text import Decode
 from workers.devices import Logits, PrefillDevice
 from workers.sampler import sample
-from workers.station import Figures, Station, insist
+from workers.station import Figures, Station
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +56,9 @@ class PrefillWorker:
         """Until the station drains; then running jobs may finish for the grace time, the rest is handed back."""
         facts: Figures = {"device": self._station.config.prefill_device, "slots": 1}
         await self._station.enter(facts, figures=self._figures, ended=self._ended, lost=self._lost)
-        while not self._station.draining.is_set():
-            await insist(self._step)
+        with contextlib.suppress(RedisAway):  # only when it is time to go
+            while not self._station.draining.is_set():
+                await self._station.insist(self._step)
         if self._work:
             await asyncio.wait(self._work, timeout=self._station.config.grace_seconds)
         for work in self._work.values():
@@ -86,18 +88,32 @@ class PrefillWorker:
             await self._station.queue.wait(answer.mark)
 
     async def _serve(self, work: Work) -> None:
-        """One job from lease to hand-over, and what each way of failing means."""
+        """One job from lease to hand-over."""
         lease = work.lease
         turn = _Turn(self._turn)
         extra: dict[str, Any] = {"job": lease.job_id, "worker": self._station.worker}
         try:
+            await self._attempt(work, turn)
+        except RedisAway as error:
+            log.warning("left job %s to the sweep: %s", lease.job_id, error, extra={"action": "left", **extra})
+        finally:
+            turn.give_back()
+            self._station.vitals.let_go(lease.job_id, lease.lease_id)
+
+    async def _attempt(self, work: Work, turn: "_Turn") -> None:
+        """What each way of failing means."""
+        lease = work.lease
+        extra: dict[str, Any] = {"job": lease.job_id, "worker": self._station.worker}
+        try:
             await self._prefill(work, turn)
+        except RedisAway:
+            raise
         except Cancelled:
             if self._station.draining.is_set():
                 await self._release(work, "the worker shuts down", refund=True)
             else:
                 log.info("left job %s in %s", lease.job_id, work.phase, extra={"action": "left", **extra})
-                await insist(lambda: self._station.queue.settle(lease.job_id, work.phase))
+                await self._station.insist(lambda: self._station.queue.settle(lease.job_id, work.phase))
         except CreditVoid as error:
             await self._release(work, str(error), refund=True)
         except (TransferError, DeviceError, RedisRefused) as error:
@@ -105,9 +121,6 @@ class PrefillWorker:
         except Exception as error:
             log.exception("prefill of job %s failed", lease.job_id, extra={"action": "prefill_failed", **extra})
             await self._release(work, f"{work.phase}: {type(error).__name__}: {error}")
-        finally:
-            turn.give_back()
-            self._station.vitals.let_go(lease.job_id, lease.lease_id)
 
     async def _prefill(self, work: Work, turn: "_Turn") -> None:
         lease = work.lease
@@ -139,7 +152,7 @@ class PrefillWorker:
         """What an earlier attempt left in the log."""
         if not lease.log_length:
             return []
-        entries = await insist(lambda: self._log.read(lease.job_id))
+        entries = await self._station.insist(lambda: self._log.read(lease.job_id))
         return [entry.token for entry in entries if entry.token is not None]
 
     async def _run_device(self, work: Work, prompt: list[int], outbound: Outbound) -> Logits:
@@ -172,7 +185,7 @@ class PrefillWorker:
             end=str(Status.FINISHED) if emission.end else "",
             reason=emission.end or "",
         )
-        answer = (await insist(lambda: self._log.append([append])))[0]
+        answer = (await self._station.insist(lambda: self._log.append([append])))[0]
         if answer.startswith("lost:"):
             raise Cancelled(answer)
         if answer.startswith("gap:"):
@@ -181,8 +194,12 @@ class PrefillWorker:
 
     async def _release(self, work: Work, reason: str, *, refund: bool = False) -> None:
         lease = work.lease
-        answer = await insist(lambda: self._station.queue.release(lease.job_id, lease.lease_id, reason, refund=refund))
-        if not answer.startswith("lost:"):  # lost: it was handed over, or is over
+        answer = await self._station.insist(
+            lambda: self._station.queue.release(lease.job_id, lease.lease_id, reason, refund=refund)
+        )
+        if answer.startswith("lost:"):  # handed over, or over: perhaps a cancel that we met as a refusal
+            await self._station.insist(lambda: self._station.queue.settle(lease.job_id, work.phase))
+        else:
             log.warning(
                 "gave job %s back: %s (%s)",
                 *(lease.job_id, reason, answer),

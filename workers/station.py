@@ -20,6 +20,8 @@ from workers.vitals import Vitals
 
 log = logging.getLogger(__name__)
 
+LONGEST_PAUSE = 2.0  # seconds between tries while Redis is away
+
 Figures = dict[str, str | int | float]
 
 
@@ -59,7 +61,7 @@ class Station:
             **figures(),
         }
         self.vitals.publish()
-        await insist(lambda: self._registry.announce(self.worker, {**self.vitals.facts, "state": "alive"}))
+        await self.insist(lambda: self._registry.announce(self.worker, {**self.vitals.facts, "state": "alive"}))
         self.spawn(Bell(self.store).listen(ended))
         self.spawn(self._keep(lost))
         self.spawn(self._publish_figures())
@@ -70,6 +72,22 @@ class Station:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+
+    async def insist(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
+        """Tries until Redis answers; the pause grows, with some randomness so that workers do not come back in step.
+
+        Raises RedisAway only while draining: what is not said then, the sweep finds out.
+        """
+        pause = 0.05
+        while True:
+            try:
+                return await attempt()
+            except RedisAway as error:
+                if self.draining.is_set():
+                    raise
+                log.warning("%s; trying again", error, extra={"action": "redis_away"})
+                await asyncio.sleep(pause * (1 + secrets.randbelow(1000) / 1000))
+                pause = min(2 * pause, LONGEST_PAUSE)
 
     async def leave(self) -> None:
         """The worker is done: nothing of it stays in Redis."""
@@ -103,15 +121,3 @@ class Station:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.critical("a part of %s failed", self.worker, exc_info=error, extra={"action": "part_failed"})
             self.draining.set()
-
-
-async def insist(attempt: Callable[[], Awaitable[Any]], *, longest: float = 2.0) -> Any:
-    """Tries until Redis answers; the pause grows, with some randomness so that workers do not come back in step."""
-    pause = 0.05
-    while True:
-        try:
-            return await attempt()
-        except RedisAway as error:
-            log.warning("%s; trying again", error, extra={"action": "redis_away"})
-            await asyncio.sleep(pause * (1 + secrets.randbelow(1000) / 1000))
-            pause = min(2 * pause, longest)

@@ -218,7 +218,7 @@ class _SlotLayer:
         shape = (slots, loaded.geometry.kv_heads, width, loaded.geometry.head_dim)
         self.width = self.used = width
         self.k = torch.zeros(shape, dtype=loaded.dtype, device=loaded.device)
-        self.v = torch.zeros_like(self.k)
+        self.v = torch.zeros(shape, dtype=loaded.dtype, device=loaded.device)  # zeros_like would touch every page
 
 
 class _SlotCache(Cache):
