@@ -90,11 +90,11 @@ class _Link:
         self._socket.connect(endpoint)
         self._reader = asyncio.create_task(self._read())
 
-    async def send(self, message: Message, tensor: memoryview | None = None) -> None:
+    async def send(self, message: Message, tensor: memoryview | None = None, *, flags: int = 0) -> None:
         frames: list[bytes | memoryview] = [encode(message)] + ([] if tensor is None else [tensor])
         self.used = time.monotonic()
         try:
-            await self._socket.send_multipart(frames, copy=tensor is None)
+            await self._socket.send_multipart(frames, flags=flags, copy=tensor is None)
         except zmq.ZMQError as error:
             raise TransferError(f"{self.endpoint} takes nothing: {error}") from error
 
@@ -156,10 +156,11 @@ class Outbound:
             raise TransferError(f"no ACK from {self._link.endpoint}") from None
 
     async def abort(self, reason: str) -> None:
-        """Tells the decode worker to forget it; harmless when it has already."""
+        """Tells the decode worker to forget it; harmless when it has already. A courtesy, so it waits for nobody: a
+        decode worker that does not hear it finds out from the lease."""
         self.close()
         try:
-            await self._link.send(Abort(nonce=self._nonce, reason=reason))
+            await self._link.send(Abort(nonce=self._nonce, reason=reason), flags=zmq.NOBLOCK)
         except TransferError:
             log.debug("nobody to tell of an abort", extra={"action": "abort_unheard"})
 
