@@ -2,19 +2,23 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+STARTED := $(shell date +%s)
 ifdef MODEL
 export KVR_MODEL := $(MODEL)
 endif
 
-.PHONY: run test lint clean
+.PHONY: run test lint bench clean
 
 run: $(VENV)/.installed
 	@$(BIN)/kvrelay pull
-	@exec $(BIN)/kvrelay up -c "$(SCALE)"
+	@exec $(BIN)/kvrelay up -c "$(SCALE)" --since $(STARTED)
 
 test: $(VENV)/.installed-dev
 	@KVR_MODEL= $(BIN)/kvrelay pull
 	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python -m pytest
+
+bench: $(VENV)/.installed-dev
+	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python -m pytest -m benchmark -s -q tests/benchmarks
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

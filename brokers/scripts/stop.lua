@@ -6,7 +6,8 @@ if not job.status then return {'unknown'} end
 if over(job) then return {'over', job.status} end
 local asked = now()
 local waits = job.status == STATE.queued
+local phase = waits and 'queued' or job.status == STATE.prefilling and 'prefill' or 'decode' -- until its holder knows better
 finish(id, job, status, reason)
-redis.call('HSET', job_key(id), 'stop_phase', job.status, 'stop_asked', asked, 'stop_ms', waits and 0 or '')
-redis.call('SET', tombstone_key(id), asked .. ' ' .. reason .. ' ' .. job.status, 'PX', keep_ms)
+redis.call('HSET', job_key(id), 'stop_phase', phase, 'stop_asked', asked, 'stop_ms', waits and 0 or '')
+redis.call('SET', tombstone_key(id), asked .. ' ' .. reason .. ' ' .. phase .. (waits and ' 0 ms' or ''), 'PX', keep_ms)
 return {'ok', job.status}
