@@ -46,19 +46,18 @@ class Store:
 
     def __init__(self, config: Config) -> None:
         self.keys = Keys(config.prefix)
-        # Any: the driver types every reply as bytes or str at once
-        self.redis: Any = Redis.from_pool(
-            BlockingConnectionPool.from_url(
-                config.redis_url,
-                max_connections=CONNECTIONS,
-                timeout=SOCKET_SECONDS,
-                decode_responses=True,
-                socket_timeout=SOCKET_SECONDS,
-                socket_connect_timeout=2.0,
-                # a few quick tries for a connection that died unnoticed; longer outages are the callers' business
-                retry=Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.2), retries=2),
-            )
+        pool = BlockingConnectionPool.from_url(
+            config.redis_url,
+            max_connections=CONNECTIONS,
+            timeout=SOCKET_SECONDS,
+            decode_responses=True,
+            socket_timeout=SOCKET_SECONDS,
+            socket_connect_timeout=2.0,
+            # a few quick tries for a connection that died unnoticed; longer outages are the callers' business
+            retry=Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.2), retries=2),
         )
+        # Any: the driver types every reply as bytes or str at once
+        self.redis: Any = Redis.from_pool(pool)
         self._head: list[str | int | float] = [config.prefix, int(config.keep_seconds * 1000), config.attempts]
         self._shared_keys = [self.keys.wake, self.keys.dead, self.keys.credits, *self.keys.queues]
         self._scripts = {name: self.redis.register_script(_source(name)) for name in SCRIPTS}

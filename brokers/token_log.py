@@ -109,6 +109,8 @@ class LogReader:
             await self._interrupt(follower)
             while True:
                 entries = await follower.next(BLOCK_SECONDS)
+                if len(entries) >= BACKLOG:  # it had been passed over, and has room again
+                    await self._interrupt(follower)
                 yield entries
                 if entries and entries[-1].end is not None:
                     return
@@ -127,8 +129,8 @@ class LogReader:
     @translated
     async def _read_until_lost(self) -> None:
         async with self._store.redis.client() as connection:
-            self._client_id = await connection.client_id()
             while True:
+                self._client_id = await connection.client_id()  # each time: the driver may have reconnected in silence
                 positions = self._positions()
                 if not positions:
                     self._changed.clear()
@@ -150,7 +152,8 @@ class LogReader:
         fresh = {key: [_entry(item) for item in items] for key, items in answer}
         for follower, key in self._followers.items():
             new = [entry for entry in fresh.get(key, ()) if entry.index >= follower.position]
-            if new and len(follower.entries) < BACKLOG:
+            # not those of a newcomer that this read began without: it would miss what came before
+            if new and new[0].index == follower.position and len(follower.entries) < BACKLOG:
                 follower.entries += new
                 follower.position = new[-1].index + 1
                 follower.news.set()
@@ -158,6 +161,7 @@ class LogReader:
     @translated
     async def _interrupt(self, newcomer: Follower) -> None:
         """A read that blocks on the old set of followers starts again. It may be about to block: hence the tries."""
+        newcomer.included = False
         self._changed.set()
         for _ in range(20):
             await asyncio.sleep(0.001)

@@ -4,6 +4,7 @@ Canonical layout: per layer, K and V each ``[kv_heads, tokens, head_dim]``, afte
 """
 
 from dataclasses import asdict, dataclass
+from reprlib import repr as short  # of what a stranger sent: bounded in length and depth
 from typing import Any
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -50,11 +51,12 @@ class Geometry:
         mine = self.fingerprint()
         for name in ("model", "kv_heads", "head_dim", "dtype"):
             if other.get(name) != mine[name]:
-                return f"{name} differs: prefill has {other.get(name)!r}, decode has {mine[name]!r}"
-        theirs = list(other.get("layers") or [])
-        if len(theirs) != len(self.layers):
-            return f"layers differ: prefill has {len(theirs)}, decode has {len(self.layers)}"
+                return f"{name} differs: prefill has {short(other.get(name))}, decode has {mine[name]!r}"
+        theirs = other.get("layers")
+        if not isinstance(theirs, list | tuple) or len(theirs) != len(self.layers):
+            count = len(theirs) if isinstance(theirs, list | tuple) else "none"
+            return f"layers differ: prefill has {count}, decode has {len(self.layers)}"
         for index, (their_layer, my_layer) in enumerate(zip(theirs, mine["layers"], strict=True)):
             if their_layer != my_layer:
-                return f"layer {index} differs: prefill has {their_layer!r}, decode has {my_layer!r}"
+                return f"layer {index} differs: prefill has {short(their_layer)}, decode has {my_layer!r}"
         return None

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
 
-#: What a decoder shows for bytes that are not (yet) a character. An unfinished UTF-8 character is at most 3 bytes.
+#: What a decoder shows for bytes that are not (yet) a character.
 HALF = "\ufffd"
-HALF_TOKENS = 3
-PROMPT_TAIL = 5  # tokens; one is enough for every tokenizer seen, special tokens decode to nothing
+#: An unfinished UTF-8 character has at most 3 bytes, and some decoders show one HALF for each.
+HALVES = 3
+PROMPT_TAIL = 32  # tokens of a prompt among which the end of its text is looked for
 
 
 class Detokenizer:
@@ -23,27 +24,38 @@ class Detokenizer:
 
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()) -> None:
         """`prompt`: its end is the first neighbour, or a tokenizer that strips a leading space would join two words."""
-        tail = list(prompt[-PROMPT_TAIL:])
         self._decode = decode
-        self._window = [] if decode(tail).endswith(HALF) else tail  # ids whose text is out, then the others
+        self._window = _text_end(decode, prompt)  # ids whose text is out, then ids whose text may not be
         self._settled = len(self._window)  # how many of the window are of the first kind
-        self._shown = ""  # what of the second kind is out already
+        self._shown = 0  # how many characters of the second kind are out already
 
     def push(self, token: int) -> str:
         """The text that became certain with this token."""
         self._window.append(token)
         before = self._decode(self._window[: self._settled])
         text = self._decode(self._window)[len(before) :]
-        certain = text.rstrip(HALF)
-        if certain != text and len(self._window) - self._settled <= HALF_TOKENS:
-            new = certain[len(self._shown) :]
-            self._shown += new
-            return new
-        new = text[len(self._shown) :]
-        self._window = self._window[self._settled :]
-        self._settled = len(self._window)
-        self._shown = ""
+        halves = len(text) - len(text.rstrip(HALF))
+        if halves:
+            if len(self._window) - self._settled <= HALVES:
+                return ""  # it may be one character, and a decoder may show all its neighbours as halves meanwhile
+            new = text[self._shown : len(text) - min(HALVES, halves)]
+            self._shown += len(new)
+        else:
+            new = text[self._shown :]
+            self._window = self._window[self._settled :]
+            self._settled = len(self._window)
+            self._shown = 0
         return new
+
+
+def _text_end(decode: Decode, prompt: Sequence[int]) -> list[int]:
+    """The last ids that are whole characters; [] if the prompt ends within one, or in no text at all."""
+    for count in range(1, min(PROMPT_TAIL, len(prompt)) + 1):
+        tail = list(prompt[-count:])
+        text = decode(tail)
+        if text and HALF not in text:
+            return tail
+    return []
 
 
 class StopMatcher:

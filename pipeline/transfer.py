@@ -68,6 +68,10 @@ class Transfer:
         for layer, tensor in self._parts:
             if (end := self._expected(layer, tensor)) != self.tokens:
                 raise FrameError(f"layer {layer} {tensor}: {end} of {self.tokens} tokens came")
+        for layer in range(len(self._geometry.layers)):
+            k, v = ([part.start for part, _ in self._parts[layer, tensor]] for tensor in "kv")
+            if k != v:
+                raise FrameError(f"layer {layer}: K and V are cut differently")
 
     def blocks(self) -> Iterator[Block]:
         """The cache in pieces, for insertion into a slot. Parts of K and V are cut alike by the sender."""

@@ -1,0 +1,102 @@
+"""Settings: read once, checked once, and every refusal says what would do."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import ELSEWHERE, Config, env_example
+from pipeline.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: variable, value, a part of the remedy
+BAD = [
+    ("KVR_MODEL", "a{b}", "braces"),
+    ("KVR_SERVED_NAME", "two\nlines", "line ends"),
+    ("KVR_SERVED_NAME", "}", "braces"),
+    ("KVR_PREFILL_DEVICE", "tpu", "one of cpu, cuda"),
+    ("KVR_DECODE_DEVICE", "CPU", "one of cpu, cuda"),
+    ("KVR_DTYPE", "fp8", "auto, bfloat16, float32"),
+    ("KVR_LOG_LEVEL", "loud", "DEBUG, INFO, WARNING or ERROR"),
+    ("KVR_PORT", "0", "1 to 65535"),
+    ("KVR_PORT", "65536", "1 to 65535"),
+    ("KVR_PORT", "http", "a whole number, as in 8000"),
+    ("KVR_SLOTS", "0", "at least 1"),
+    ("KVR_SLOTS", "2.5", "a whole number, as in 8"),
+    ("KVR_WAITING", "-1", "at least 0"),
+    ("KVR_CONTEXT", "15", "at least 16"),
+    ("KVR_CHUNK", "0", "at least 1"),
+    ("KVR_ATTEMPTS", "0", "at least 1"),
+    ("KVR_QUEUE_BOUND", "0", "at least 1"),
+    ("KVR_KEEP_SECONDS", "0", "at least 1"),
+    ("KVR_LEASE_SECONDS", "0.1", "at least 0.2"),
+    ("KVR_HEARTBEAT_SECONDS", "0.01", "at least 0.05"),
+    ("KVR_HEARTBEAT_SECONDS", "3", "at most half of KVR_LEASE_SECONDS (5.0)"),
+    ("KVR_JOB_SECONDS", "soon", "a number, as in 600.0"),
+    ("KVR_JOB_SECONDS", "0", "at least 0.001"),
+    ("KVR_OPEN_SECONDS", "nan", "must be"),
+    ("KVR_PART_SECONDS", "inf", "must be"),
+    ("KVR_SIM_STEP_MS", "-1", "at least 0"),
+    ("KVR_REDIS_URL", "localhost:6379", "redis://, rediss:// or unix://"),
+    ("KVR_NO_SUCH_THING", "1", ".env.example lists them all"),
+]
+
+
+@pytest.mark.parametrize(("variable", "value", "remedy"), BAD)
+def test_a_bad_value_is_refused_with_its_variable_the_value_and_what_would_do(
+    variable: str, value: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_env({variable: value})
+    assert caught.value.variable == variable
+    shown = str(caught.value).removeprefix(f"{variable}=")
+    assert shown.startswith((value, f"{value}.0"))
+    assert remedy in str(caught.value)
+
+
+def test_an_empty_environment_gives_the_defaults() -> None:
+    assert Config.from_env({}) == Config()
+
+
+def test_variables_of_others_and_those_of_the_procfile_are_passed_over() -> None:
+    assert Config.from_env({"PATH": "/bin", **dict.fromkeys(ELSEWHERE, "python3")}) == Config()
+
+
+def test_an_empty_variable_is_as_good_as_none() -> None:
+    assert Config.from_env({"KVR_PORT": "", "KVR_MODEL": "", "KVR_LEASE_SECONDS": ""}) == Config()
+
+
+def test_values_take_the_type_of_their_default() -> None:
+    config = Config.from_env({"KVR_PORT": "9000", "KVR_LEASE_SECONDS": "7", "KVR_MODEL": "sim"})
+    assert (config.port, config.lease_seconds, config.model) == (9000, 7.0, "sim")
+    assert type(config.lease_seconds) is float
+
+
+def test_the_example_file_is_what_the_settings_say() -> None:
+    assert (ROOT / ".env.example").read_text(encoding="utf-8") == env_example()
+
+
+def test_the_example_uncommented_gives_the_defaults_and_names_every_setting() -> None:
+    pairs = dict(line[1:].split("=", 1) for line in env_example().splitlines() if line.startswith("#KVR_"))
+    assert Config.from_env(pairs) == Config()
+    assert pairs.keys() == {f"KVR_{setting.name.upper()}" for setting in fields(Config)} | ELSEWHERE
+
+
+def test_the_prefix_of_the_keys_has_one_pair_of_braces_around_the_name() -> None:
+    assert Config(model="owner/name").prefix == "kvr:{owner/name}:"
+    assert Config(model="owner/name", served_name="short").prefix == "kvr:{short}:"
+
+
+def test_a_directory_is_called_by_its_last_part(tmp_path: Path) -> None:
+    assert Config(model=str(tmp_path)).name == tmp_path.name
+
+
+def test_a_keeper_looks_at_least_three_times_a_lease() -> None:
+    assert Config(lease_seconds=3.0, heartbeat_seconds=1.5).tick_seconds == 1.0
+    assert Config(lease_seconds=30.0, heartbeat_seconds=1.0).tick_seconds == 1.0
+
+
+def test_the_command_does_not_call_the_address_that_means_all() -> None:
+    assert Config(host="0.0.0.0", port=81).api_url == "http://127.0.0.1:81"
+    assert Config(url="https://elsewhere").api_url == "https://elsewhere"
