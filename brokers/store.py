@@ -1,5 +1,6 @@
 """The connection to Redis, and the Lua scripts. Driver exceptions end here."""
 
+import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Iterable
 from importlib.resources import files
@@ -39,6 +40,14 @@ def translated(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
             raise RedisRefused(f"Redis refused: {error}") from error
 
     return call
+
+
+def heed_cancel() -> None:
+    """For loops around the driver: Python 3.11's `wait_for`, which it uses, loses a cancel that comes together with a
+    result (cpython#86296). The task still knows that it was asked."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 class Store:

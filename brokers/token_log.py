@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from brokers.store import BLOCK_SECONDS, Store, translated
+from brokers.store import BLOCK_SECONDS, Store, heed_cancel, translated
 from pipeline.errors import RedisAway, RedisRefused
 
 log = logging.getLogger(__name__)
@@ -130,6 +130,7 @@ class LogReader:
     async def _read_until_lost(self) -> None:
         async with self._store.redis.client() as connection:
             while True:
+                heed_cancel()
                 self._client_id = await connection.client_id()  # each time: the driver may have reconnected in silence
                 positions = self._positions()
                 if not positions:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from brokers.store import BLOCK_SECONDS, Store, translated
+from brokers.store import BLOCK_SECONDS, Store, heed_cancel, translated
 from pipeline.errors import RedisAway, RedisRefused
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ class Bell:
         async with self._store.redis.pubsub(ignore_subscribe_messages=True) as pubsub:
             await pubsub.subscribe(self._store.keys.tombstones)
             while True:
+                heed_cancel()
                 message = await pubsub.get_message(timeout=BLOCK_SECONDS)
                 if message is not None:
                     rung(message["data"])

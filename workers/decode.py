@@ -95,6 +95,7 @@ class DecodeWorker:
     # The desk of the receiver
 
     def take(self, nonce: str) -> bool:
+        self._room.set()  # this worker is busier now, and its other credits must say so
         return self._scheduler.open(nonce)
 
     def dropped(self, nonce: str) -> None:

@@ -91,9 +91,10 @@ class Station:
 
     async def leave(self) -> None:
         """The worker is done: nothing of it stays in Redis."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._tasks:  # again and again: see brokers.store.heed_cancel
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks, timeout=0.2)
         if self._keeper is not None:
             self._keeper.communicate()  # closes its input: that is its end; before it could announce us again
         try:
