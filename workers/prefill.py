@@ -31,6 +31,13 @@ class Work:
         self.lease = lease
         self.phase = "prefill"
         self.ended = False
+        self.outbound: Outbound | None = None
+
+    def end(self) -> None:
+        """The job is over or lost: stop computing for it, and wait for no answer about it."""
+        self.ended = True
+        if self.outbound is not None:
+            self.outbound.fail(TransferError("the job is over"))
 
 
 class PrefillWorker:
@@ -62,7 +69,7 @@ class PrefillWorker:
         if self._work:
             await asyncio.wait(self._work, timeout=self._station.config.grace_seconds)
         for work in self._work.values():
-            work.ended = True
+            work.end()
         if self._work:
             await asyncio.wait(self._work)
         self._sender.close()
@@ -117,7 +124,7 @@ class PrefillWorker:
         except CreditVoid as error:
             await self._release(work, str(error), refund=True)
         except (TransferError, DeviceError, RedisRefused) as error:
-            await self._release(work, f"{work.phase}: {error}")
+            await self._release(work, f"{work.phase}: {error}", refund=self._station.draining.is_set())
         except Exception as error:
             log.exception("prefill of job %s failed", lease.job_id, extra={"action": "prefill_failed", **extra})
             await self._release(work, f"{work.phase}: {type(error).__name__}: {error}")
@@ -129,6 +136,7 @@ class PrefillWorker:
         outbound = await self._sender.open(
             lease.endpoint, nonce=lease.nonce, job_id=lease.job_id, lease_id=lease.lease_id, tokens=len(prompt)
         )
+        work.outbound = outbound
         committed = False
         try:
             logits = await self._run_device(work, prompt, outbound)
@@ -209,12 +217,12 @@ class PrefillWorker:
     def _ended(self, job_id: str) -> None:
         for work in self._work.values():
             if work.lease.job_id == job_id:
-                work.ended = True
+                work.end()
 
     def _lost(self, lease_id: str) -> None:
         for work in self._work.values():
             if work.lease.lease_id == lease_id:
-                work.ended = True
+                work.end()
 
     def _figures(self) -> Figures:
         return {

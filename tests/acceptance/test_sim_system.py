@@ -93,6 +93,30 @@ def test_a_cancel_takes_effect_in_every_phase_and_says_so(system: System, capsys
     assert system.call("DELETE", "/v1/jobs/nobody")[0] == 404
 
 
+def test_a_cancel_in_transfer_waits_for_no_answer(system: System) -> None:
+    system.start("api")
+    system.start("prefill")
+    decode = system.start("decode")[0]
+    system.wait_ready()
+    job = system.submit(prompt(6000), max_tokens=50)
+    wait_for(lambda: int(_figure(system, "decode", "busy")) == 1, "the transfer is open")
+    decode.send_signal(signal.SIGSTOP)
+    wait_for(lambda: "first_token" in [event["event"] for event in system.job(job)["timeline"]], "all was computed")
+    assert system.job(job)["status"] == "prefilling"
+    system.call("DELETE", f"/v1/jobs/{job}")
+    assert wait_for(lambda: _settled(system, job), "the holder has confirmed", 5)["phase"] == "transfer"
+    decode.send_signal(signal.SIGCONT)
+    system.wait_idle()
+
+
+def _figure(system: System, role: str, name: str) -> str:
+    for worker in system.redis.smembers(system.key("workers")):
+        facts = system.redis.hgetall(system.key(f"worker:{worker}"))
+        if facts.get("role") == role:
+            return str(facts[name])
+    return "0"
+
+
 def _settled(system: System, job: str) -> dict[str, object] | None:
     record = system.job(job).get("stopped")
     return record if record and record["milliseconds"] is not None else None

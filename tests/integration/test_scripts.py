@@ -713,3 +713,17 @@ async def test_a_mark_neither_prolongs_a_life_nor_wakes_the_dead(hands: Hands) -
     assert (await hands.registry.living())["d1"]["state"] == "wedged"
     assert await hands.redis.pttl(hands.keys.worker("d1")) <= 30_000
     assert await hands.redis.exists(hands.keys.worker("dead")) == 0
+
+
+async def test_a_worker_that_dies_while_it_is_marked_stays_dead(hands: Hands, monkeypatch: pytest.MonkeyPatch) -> None:
+    await hands.registry.announce("d1", {"role": "decode"})
+    exists = hands.redis.exists
+
+    async def exists_and_then_expires(key: str) -> int:
+        answer: int = await exists(key)
+        await hands.redis.delete(key)
+        return answer
+
+    monkeypatch.setattr(hands.redis, "exists", exists_and_then_expires)
+    await hands.registry.mark("d1", "stopped")
+    assert await hands.registry.living() == {}
