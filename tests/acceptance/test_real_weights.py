@@ -72,7 +72,7 @@ def prompts(tokenizer: Tokenizer) -> list[tuple[list[int], int]]:
 
 def answer(system: System, prompt: list[int], count: int) -> list[int]:
     job = system.submit(prompt, max_tokens=count, temperature=0)
-    assert system.finished(job, 110)["status"] == "finished"
+    assert system.finished(job, 300)["status"] == "finished"
     return system.tokens(job)
 
 
