@@ -116,6 +116,8 @@ class KVReceiver:
             else:
                 log.debug("late %s", message.kind, extra={"action": "frame_late"})
             return
+        if arrival.committing:  # whatever comes now is late: the handover in Redis decides
+            return
         arrival.heard = time.monotonic()
         try:
             if isinstance(message, Part):

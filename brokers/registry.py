@@ -25,8 +25,7 @@ class Registry:
     @translated
     async def mark(self, worker: str, state: str) -> None:
         """Notes that a worker is stopped or wedged, without renewing its life."""
-        if await self._store.redis.exists(self._store.keys.worker(worker)):
-            await self._store.redis.hset(self._store.keys.worker(worker), "state", state)
+        await self._store.run("mark", worker, state)
 
     @translated
     async def leave(self, worker: str) -> None:

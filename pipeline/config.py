@@ -77,7 +77,7 @@ class Config:
         for setting in fields(self):
             value, least = getattr(self, setting.name), _LEAST.get(setting.name)
             if isinstance(value, (int, float)) and not (least or 0) <= value < 1 << 40:
-                raise _wrong(setting.name, value, f"must be at least {least or 0}")
+                raise _wrong(setting.name, value, f"must be at least {least or 0} and below 2^40")
         if not 0 < self.port < 65536:
             raise _wrong("port", self.port, "must be a port number, 1 to 65535")
         if not self.redis_url.startswith(("redis://", "rediss://", "unix://")):
@@ -95,7 +95,7 @@ class Config:
         known = {setting.name: setting for setting in fields(cls)}
         values = {}
         for variable, text in environ.items():
-            if not variable.startswith("KVR_") or variable in ELSEWHERE:
+            if not variable.startswith("KVR_") or variable.startswith("KVR_TEST_") or variable in ELSEWHERE:
                 continue
             setting = known.get(variable.removeprefix("KVR_").lower())
             if setting is None:
