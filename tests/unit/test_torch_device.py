@@ -1,15 +1,20 @@
 """The torch device against transformers' own `generate`, in float32, on small models with random weights."""
 
+import gc
+import json
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from pipeline.config import Config
-from pipeline.errors import Cancelled
+from pipeline.errors import Cancelled, DeviceError
 from pipeline.model import SIM, Model
 from workers.devices.torch import TorchDecode, TorchPrefill, open_decode, open_prefill
 
@@ -38,6 +43,9 @@ FAMILIES = {
         sliding_window=WINDOW,
         query_pre_attn_scalar=24,
     ),
+    "qwen2-hybrid": transformers.Qwen2Config(
+        **SMALL, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
 }
 Block = tuple[int, int, int, bytes, bytes]
 
@@ -47,7 +55,7 @@ class Pair:
 
     def __init__(self, directory: Path, cache: Path, chunk: int) -> None:
         config = Config(
-            model=str(directory), cache=str(cache), context=256, chunk=chunk, slots=4, dtype="float32", decode_threads=2
+            model=str(directory), cache=str(cache), context=256, chunk=chunk, slots=4, dtype="float32", decode_threads=1
         )
         self.prefill: TorchPrefill = open_prefill(config, Model(directory))
         self.decode: TorchDecode = open_decode(config, Model(directory))
@@ -188,3 +196,137 @@ def test_two_prompts_may_take_turns_chunk_by_chunk(pair: Pair) -> None:
                 first[index] = int(logits.argmax())
                 del running[index]
     assert [first[index] for index in range(2)] == [pair.expected(prompt, 1)[0] for prompt in prompts]
+
+
+def test_rows_of_any_length_have_the_logits_that_they_would_have_alone(pair: Pair) -> None:
+    prompts = {0: prompt_of(9), 3: prompt_of(60)}
+    together = {slot: pair.fill(slot, prompt) for slot, prompt in prompts.items()}
+    both = pair.decode.step()
+    for slot in prompts:
+        pair.decode.evict(slot)
+    for slot, prompt in prompts.items():
+        assert pair.fill(slot, prompt) == together[slot]
+        np.testing.assert_allclose(pair.decode.step()[slot], both[slot], atol=1e-4)
+        pair.decode.evict(slot)
+
+
+def test_a_cache_full_of_nan_spoils_nobody_who_comes_later(pair: Pair) -> None:
+    for layer, start, tokens, k, _ in pair.cache(prompt_of(50))[0]:
+        nan = np.full(len(k) // 4, np.nan, dtype=np.float32).tobytes()
+        pair.decode.insert(0, layer, start, tokens, nan, nan)
+    pair.decode.begin(0, 50, 1)
+    assert np.isnan(pair.decode.step()[0]).all()
+    pair.decode.evict(0)
+    short, long = prompt_of(5), prompt_of(70)
+    answers = {0: [pair.fill(0, short)], 1: [pair.fill(1, long)]}
+    for _ in range(4):
+        pair.step(answers)
+    assert answers == {0: pair.expected(short, 5), 1: pair.expected(long, 5)}
+
+
+def test_dropping_a_prompt_frees_its_memory_at_once(pair: Pair) -> None:
+    running = pair.prefill.begin(prompt_of(100))
+    running.advance(lambda *_: None, bool)
+    gone = weakref.ref(running)
+    gc.disable()
+    try:
+        del running
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_cancelled_prompt_cannot_go_on(pair: Pair) -> None:
+    running = pair.prefill.begin(prompt_of(60))
+    with pytest.raises(Cancelled):
+        running.advance(lambda *_: None, lambda: True)
+    with pytest.raises(DeviceError, match="cancelled"):
+        running.advance(lambda *_: None, bool)
+
+
+def test_what_would_give_wrong_text_is_refused(pair: Pair) -> None:
+    row = bytes(pair.decode.geometry.token_bytes)
+    for slot, start, tokens in ((0, 256, 1), (0, -1, 1), (0, 0, 0)):
+        with pytest.raises(DeviceError, match="do not fit"):
+            pair.decode.insert(slot, 0, start, tokens, row * tokens, row * tokens)
+    with pytest.raises(DeviceError, match="bytes for 2 tokens"):
+        pair.decode.insert(0, 0, 0, 2, row, row)
+    with pytest.raises(DeviceError, match="no room"):
+        pair.decode.begin(0, 256, 1)
+    with pytest.raises(DeviceError, match="token ids"):
+        pair.decode.begin(0, 5, 300)
+    with pytest.raises(DeviceError, match="has begun"):
+        pair.decode.step()
+    pair.fill(0, prompt_of(255))
+    pair.decode.step()
+    with pytest.raises(DeviceError, match="all its 256 tokens"):
+        pair.decode.step()
+    with pytest.raises(DeviceError, match="in use"):
+        pair.decode.insert(0, 0, 0, 1, row, row)
+    for prompt in ([], [300], [-1], [1] * 257):
+        with pytest.raises(DeviceError):
+            pair.prefill.begin(prompt)
+
+
+def saved(path: Path, config: transformers.PreTrainedConfig) -> Path:
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+def opened(path: Path, cache: Path, **settings: object) -> TorchPrefill:
+    config = Config(model=str(path), cache=str(cache), **{"context": 256, "dtype": "float32", **settings})
+    return open_prefill(config, Model(path))
+
+
+def test_a_model_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path / "model", FAMILIES["llama"])
+    weights = load_file(path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DeviceError, match=r"lacks 1 weights, model\.layers\.1\.mlp\.up_proj"):
+        opened(path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"model_type": "mistral"}, "type 'mistral' are not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic' RoPE"),
+        ({"max_position_embeddings": 128}, "holds at most 128"),
+        ({"hidden_size": 52}, "cannot be loaded"),
+    ],
+)
+def test_a_model_that_cannot_work_is_refused_with_a_sentence(
+    tmp_path: Path, change: dict[str, object], sentence: str
+) -> None:
+    path = saved(tmp_path / "model", FAMILIES["llama"])
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**values, **change}))
+    with pytest.raises(DeviceError, match=sentence):
+        opened(path, tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_a_cuda_device_names_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match="KVR_PREFILL_DEVICE=cuda"):
+        opened(saved(tmp_path / "model", FAMILIES["llama"]), tmp_path, prefill_device="cuda")
+
+
+def test_gemma3_with_images_serves_its_text_half(tmp_path: Path) -> None:
+    text = FAMILIES["gemma3"].to_dict()
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    whole = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    pair = Pair(saved(tmp_path / "model", whole), tmp_path, chunk=8)
+    prompt = prompt_of(40)
+    answers = {0: [pair.fill(0, prompt)]}
+    for _ in range(5):
+        pair.step(answers)
+    assert answers[0] == pair.expected(prompt, 6)

@@ -1,15 +1,20 @@
 """cpu and cuda, through PyTorch and transformers: any Llama, Qwen2, Qwen3 or Gemma-3 class model.
 
-transformers' own forward computes everything; only the caches are ours. Prefill uses its dynamic cache and looks in as
-each layer adds its K and V. Decode uses fixed slots: one forward steps rows that stand at different positions, with a
-mask per kind of layer; sliding layers are rings of their window.
+transformers' own forward computes everything; only the caches, and the attention of a decode step, are ours.
+
+Prefill keeps each layer's K and V in the pieces that it hands out, and joins them for as long as the layer needs them:
+a prompt costs its KV cache once. Decode keeps fixed slots, and steps the busy ones in one batch. Each row of that batch
+attends to its own tokens and to nothing else: no mask, so a short row does not pay for a long one, an idle slot costs
+nothing, and what an earlier job left in a slot can spoil no sum (0 × NaN is NaN, also behind a mask).
 """
 
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from typing_extensions import Buffer
 
 from pipeline.config import Config
@@ -21,69 +26,85 @@ from workers.digest import model_digest
 
 try:
     import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.cache_utils import Cache, DynamicCache
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+    from transformers.cache_utils import Cache, DynamicLayer
     from transformers.utils import logging as transformers_logging
 except ImportError as error:
     raise DeviceError(
         f"the cpu and cuda devices need torch and transformers ({error}): pip install 'kvrelay[cpu]'"
     ) from None
 
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text")
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma3", "gemma3_text")
+#: The others (dynamic, longrope) turn K by angles that depend on the length of the text, so that K changes afterwards.
+ROPES = ("default", "linear", "llama3", "yarn")
 FULL, SLIDING = "full_attention", "sliding_attention"
+ROWS = "kvrelay_rows"  # the name under which transformers knows `_attend`
 
 
 def open_prefill(config: Config, model: Model) -> "TorchPrefill":
-    return TorchPrefill(_Loaded(config, model, config.prefill_device, config.prefill_threads))
+    return TorchPrefill(_Loaded(config, model, "prefill", attention="sdpa"))
 
 
 def open_decode(config: Config, model: Model) -> "TorchDecode":
-    return TorchDecode(_Loaded(config, model, config.decode_device, config.decode_threads))
+    AttentionInterface.register(ROWS, _attend)
+    return TorchDecode(_Loaded(config, model, "decode", attention=ROWS))
 
 
 class _Loaded:
     """The weights on their device, and the shape of their KV cache."""
 
-    def __init__(self, config: Config, model: Model, device: str, threads: int) -> None:
-        if device == "cuda" and not torch.cuda.is_available():
-            raise DeviceError("there is no CUDA device here: set KVR_PREFILL_DEVICE and KVR_DECODE_DEVICE to cpu")
-        torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // 2))
-        self.config = config
-        self.device = torch.device(device)
-        self.dtype = _dtype(config, self.device)
+    def __init__(self, config: Config, model: Model, role: str, *, attention: str) -> None:
+        name = getattr(config, f"{role}_device")
+        if name == "cuda" and not torch.cuda.is_available():
+            raise DeviceError(f"KVR_{role.upper()}_DEVICE=cuda: PyTorch finds no CUDA device here; cpu would work")
+        torch.set_num_threads(getattr(config, f"{role}_threads") or max(1, (os.cpu_count() or 1) // 2))
         transformers_logging.disable_progress_bar()
         transformers_logging.set_verbosity_error()
+        self.config = config
+        self.device = torch.device(name)
+        self.dtype = _dtype(config, self.device)
+        hf = _checked(model, config)
+        self.vocabulary = int(hf.vocab_size)
+        self.geometry = _geometry(hf, self.dtype, model_digest(model.directory, config))
+        network = self._load(model, attention)
+        self._decoder = network.get_decoder()  # of Gemma-3 with images, only the half that reads text
+        self._head = network.get_output_embeddings()
+        self._softcap: float | None = getattr(hf, "final_logit_softcapping", None)
+
+    def _load(self, model: Model, attention: str) -> Any:
         try:
-            self.model = AutoModelForCausalLM.from_pretrained(
-                model.directory, dtype=self.dtype, local_files_only=True, attn_implementation="sdpa"
+            network, report = AutoModelForCausalLM.from_pretrained(
+                model.directory,
+                dtype=self.dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                attn_implementation=attention,
+                output_loading_info=True,
             )
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
             raise DeviceError(f"{model.directory} cannot be loaded: {error}") from error
-        self.hf: Any = self.model.config
-        if self.hf.model_type not in FAMILIES:
-            raise DeviceError(f"models of type {self.hf.model_type!r} are not supported, only {', '.join(FAMILIES)}")
-        self.model.eval().to(self.device)
-        self.kinds: list[str] = list(getattr(self.hf, "layer_types", None) or [FULL] * self.hf.num_hidden_layers)
-        self.geometry = Geometry(
-            model=model_digest(model.directory, config),
-            kv_heads=self.hf.num_key_value_heads,
-            # stated by Qwen3 and Gemma, and then it is not hidden / heads; some Llamas lack it
-            head_dim=getattr(self.hf, "head_dim", None) or self.hf.hidden_size // self.hf.num_attention_heads,
-            dtype=str(self.dtype).removeprefix("torch."),
-            layers=tuple(
-                Layer(window=self.hf.sliding_window if kind == SLIDING else None, rope=_rope(self.hf, kind))
-                for kind in self.kinds
-            ),
-        )
+        if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers
+            raise DeviceError(f"{model.directory} lacks {len(missing)} weights, {missing[0]} among them")
+        return network.eval().to(self.device)
 
-    def buffer(self, tensor: torch.Tensor) -> Buffer:
-        """The bytes of a tensor that nobody writes again, without a copy if it is contiguous and on the CPU."""
-        return memoryview(tensor.contiguous().cpu().view(torch.uint8).numpy()).cast("B")
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """tokens, positions: int64 `[rows, tokens]`. Answers hidden states `[rows, tokens, hidden]`."""
+        answer = self._decoder(input_ids=tokens, position_ids=positions, cache=cache, use_cache=True)
+        hidden: torch.Tensor = answer.last_hidden_state
+        return hidden
 
-    def tensor(self, buffer: Buffer, tokens: int) -> torch.Tensor:
-        """`[kv_heads, tokens, head_dim]` over received bytes, which are only read."""
-        rows = torch.frombuffer(bytearray(buffer), dtype=self.dtype)
-        return rows.view(self.geometry.kv_heads, tokens, self.geometry.head_dim)
+    def logits(self, hidden: torch.Tensor) -> Logits:
+        """hidden: `[rows, hidden]`, of the tokens to answer. float32 `[rows, vocab]`."""
+        logits = self._head(hidden)
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        values: Logits = logits.float().cpu().numpy()
+        return values
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """A token beyond the vocabulary would end a CUDA process, not just this job."""
+        if not tokens or min(tokens) < 0 or max(tokens) >= self.vocabulary:
+            raise DeviceError(f"token ids must be 0 to {self.vocabulary - 1}, and at least one")
 
 
 class TorchPrefill:
@@ -93,157 +114,287 @@ class TorchPrefill:
         self.max_tokens = loaded.config.context
 
     def begin(self, tokens: Sequence[int]) -> "TorchPrompt":
+        self._loaded.check_tokens(tokens)
+        if len(tokens) > self.max_tokens:
+            raise DeviceError(f"{len(tokens)} prompt tokens; KVR_CONTEXT is {self.max_tokens}")
         return TorchPrompt(self._loaded, tokens)
 
 
 class TorchPrompt:
-    """State between chunks: the cache. A cancelled prompt is dropped whole, so a half-written cache harms nobody."""
+    """State between chunks. Nothing points back at it: dropping it frees its memory at once, without a collection."""
 
     def __init__(self, loaded: _Loaded, tokens: Sequence[int]) -> None:
         self._loaded = loaded
         self._tokens = torch.tensor([list(tokens)], device=loaded.device)
-        self._cache = _WatchedCache(loaded.hf, self._layer_is_ready)
         self._done = 0
-        self._on_layer: OnLayer | None = None
-        self._cancelled: Callable[[], bool] = bool
+        self._call = _Call()
+        self._cache: Cache | None = Cache(
+            layers=[
+                _PromptLayer(self._call, index, layer.window, layer.first_token(len(tokens)))
+                for index, layer in enumerate(loaded.geometry.layers)
+            ]
+        )
 
+    @torch.inference_mode()
     def advance(self, on_layer: OnLayer, cancelled: Callable[[], bool]) -> Logits | None:
-        self._on_layer, self._cancelled = on_layer, cancelled
-        chunk = self._tokens[:, self._done : self._done + self._loaded.config.chunk]
-        with torch.inference_mode():
-            answer = self._loaded.model(chunk, cache=self._cache, use_cache=True, logits_to_keep=1)
-            self._done += chunk.shape[1]
-            if self._done < self._tokens.shape[1]:
-                return None
-            logits: Logits = answer.logits[0, -1].float().cpu().numpy()
-            return logits
-
-    def _layer_is_ready(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """keys, values: `[1, kv_heads, chunk, head_dim]`, fresh from this layer, after RoPE."""
-        if self._cancelled():
-            raise Cancelled
-        first = self._loaded.geometry.layers[layer].first_token(self._tokens.shape[1])
-        skip = max(0, first - self._done)  # tokens of this chunk that no decode step will see
-        count = keys.shape[2] - skip
-        if count > 0 and self._on_layer is not None:
-            k, v = (self._loaded.buffer(tensor[0, :, skip:]) for tensor in (keys, values))
-            self._on_layer(layer, self._done + skip, count, k, v)
+        cache, self._cache = self._cache, None  # not put back when the call fails: layers would then disagree
+        if cache is None:
+            raise DeviceError("this prompt was cancelled, has failed, or is finished")
+        total, start = self._tokens.shape[1], self._done
+        end = self._done = min(start + self._loaded.config.chunk, total)
+        self._call.on_layer, self._call.cancelled = on_layer, cancelled
+        try:
+            positions = torch.arange(start, end, device=self._loaded.device)[None]
+            hidden = self._loaded.forward(self._tokens[:, start:end], positions, cache)
+        finally:
+            self._call.on_layer, self._call.cancelled = _ignore, bool
+        if end < total:
+            self._cache = cache
+            return None
+        return self._loaded.logits(hidden[:, -1])[0]
 
 
-class _WatchedCache(DynamicCache):
-    """transformers' cache, which says so before it takes a layer's fresh K and V."""
+def _ignore(layer: int, start: int, tokens: int, k: Buffer, v: Buffer) -> None:
+    """Between calls nobody listens."""
 
-    def __init__(self, hf: Any, on_update: Callable[[int, torch.Tensor, torch.Tensor], None]) -> None:
-        super().__init__(config=hf)
-        self._on_update = on_update
+
+@dataclass(slots=True)
+class _Call:
+    """What the layers of one prompt need to know of the device call that is under way."""
+
+    on_layer: OnLayer = _ignore
+    cancelled: Callable[[], bool] = bool
+
+
+class _PromptLayer(DynamicLayer):
+    """One layer of one prompt. A full layer keeps all that came, a sliding one the window − 1 tokens still in sight."""
+
+    def __init__(self, call: _Call, index: int, window: int | None, first: int) -> None:
+        super().__init__()
+        self.is_sliding = window is not None
+        self._call = call
+        self._index = index
+        self._window = window
+        self._first = first  # token of the prompt that a decode step can still see
+        self._seen = 0
+        self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []  # `[1, kv_heads, tokens, head_dim]`, never written
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._on_update(layer_idx, key_states, value_states)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        """The fresh K and V of one chunk, after RoPE. Answers what the chunk attends to."""
+        if self._call.cancelled():
+            raise Cancelled
+        fresh = key_states.contiguous(), value_states.contiguous()
+        self._hand_out(*fresh)
+        self._seen += key_states.shape[2]
+        self._pieces.append(fresh)
+        keys, values = (_joined(pieces) for pieces in zip(*self._pieces, strict=True))
+        if self._window is not None:
+            skip = max(0, keys.shape[2] - self._window + 1)
+            self._pieces = [(keys[:, :, skip:], values[:, :, skip:])]
+        return keys, values
+
+    def _hand_out(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        skip = max(0, self._first - self._seen)
+        count = keys.shape[2] - skip
+        if count > 0:
+            k, v = (_bytes(tensor[0, :, skip:]) for tensor in (keys, values))
+            self._call.on_layer(self._index, self._seen + skip, count, k, v)
+
+    def get_seq_length(self) -> int:
+        return self._seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(tokens attended to, position of the first): from these transformers draws its masks."""
+        kept = self._seen if self._window is None else min(self._seen, self._window - 1)
+        return kept + query_length, self._seen - kept
 
 
 class TorchDecode:
     def __init__(self, loaded: _Loaded) -> None:
-        config = loaded.config
         self._loaded = loaded
         self.geometry = loaded.geometry
-        self.slots = config.slots
-        self.max_tokens = config.context
+        self.slots = loaded.config.slots
+        self.max_tokens = loaded.config.context
         self._length = [0] * self.slots  # tokens in the cache; 0: idle
         self._input = [0] * self.slots
-        self._cache = _SlotCache(
-            [
-                _SlotLayer(self.slots, min(layer.window or self.max_tokens, self.max_tokens), loaded)
-                for layer in self.geometry.layers
-            ]
-        )
+        self._batch = _Batch()
+        try:
+            self._cache = Cache(layers=[_SlotLayer(self._batch, loaded, layer) for layer in self.geometry.layers])
+        except torch.OutOfMemoryError:
+            raise DeviceError(f"{self.slots} slots of {self.max_tokens} tokens do not fit: lower KVR_SLOTS") from None
 
     def insert(self, slot: int, layer: int, start: int, tokens: int, k: Buffer, v: Buffer) -> None:
-        if start + tokens > self.max_tokens:
-            raise DeviceError(f"token {start + tokens} is beyond the {self.max_tokens} that a slot holds")
-        store = self._cache.layers[layer]
-        at = torch.arange(start, start + tokens, device=self._loaded.device) % store.width
-        store.k[slot][:, at] = self._loaded.tensor(k, tokens).to(self._loaded.device)
-        store.v[slot][:, at] = self._loaded.tensor(v, tokens).to(self._loaded.device)
+        if self._length[slot]:
+            raise DeviceError(f"slot {slot} is in use")
+        if not 0 <= start < start + tokens <= self.max_tokens:
+            raise DeviceError(f"tokens {start} to {start + tokens} do not fit the {self.max_tokens} that a slot holds")
+        self._cache.layers[layer].insert(slot, start, tokens, k, v)
 
     def begin(self, slot: int, length: int, token: int) -> None:
+        if not 0 < length < self.max_tokens:
+            raise DeviceError(f"{length} tokens leave no room to step in a slot of {self.max_tokens}")
+        self._loaded.check_tokens([token])
         self._length[slot], self._input[slot] = length, token
 
     def commit(self, slot: int, token: int) -> None:
+        self._loaded.check_tokens([token])
         self._input[slot] = token
 
+    @torch.inference_mode()
     def step(self) -> Logits:
         active = [slot for slot, length in enumerate(self._length) if length]
-        if any(self._length[slot] >= self.max_tokens for slot in active):
-            raise DeviceError(f"a slot is full: it holds {self.max_tokens} tokens")
-        rows = active[-1] + 1
-        device = self._loaded.device
-        positions = torch.tensor(self._length[:rows], device=device)
-        with torch.inference_mode():
-            self._cache.prepare(torch.tensor(active, device=device), positions)
-            answer = self._loaded.model(
-                torch.tensor(self._input[:rows], device=device)[:, None],
-                attention_mask=self._masks(positions),
-                position_ids=positions[:, None],
-                cache=self._cache,
-                use_cache=True,
-            )
-            for slot in active:
-                self._length[slot] += 1
-            logits: Logits = answer.logits[:, -1].float().cpu().numpy()
-            return logits
+        lengths = [self._length[slot] for slot in active]
+        if not active or max(lengths) >= self.max_tokens:
+            raise DeviceError(f"a step needs a slot that has begun, and none with all its {self.max_tokens} tokens")
+        tokens = torch.tensor([[self._input[slot]] for slot in active], device=self._loaded.device)
+        positions = torch.tensor(lengths, device=self._loaded.device)
+        self._batch.prepare(active, lengths, positions)
+        hidden = self._loaded.forward(tokens, positions[:, None], self._cache)
+        logits = self._loaded.logits(hidden[:, -1])
+        for slot in active:
+            self._length[slot] += 1
+        return _at_their_slots(logits, active)
 
     def evict(self, slot: int) -> None:
         self._length[slot] = self._input[slot] = 0
 
-    def _masks(self, positions: torch.Tensor) -> Any:
-        """True where a row sees a cached token: `[rows, 1, 1, width]`, per kind of layer where there are two."""
-        masks = {}
-        for kind, layer in zip(self._loaded.kinds, self._cache.layers, strict=True):
-            if kind not in masks:
-                seen = torch.arange(layer.used, device=positions.device)[None] <= positions[:, None]
-                masks[kind] = seen[:, None, None]
-        return masks if self._loaded.hf.model_type == "gemma3_text" else masks[self._loaded.kinds[0]]
+
+class _Batch:
+    """Which slots the step under way has as rows, and where in their layers they stand; computed once for all layers."""
+
+    def prepare(self, slots: list[int], lengths: list[int], positions: torch.Tensor) -> None:
+        self.slots = slots
+        self.rows = torch.tensor(slots, device=positions.device)
+        self._lengths = lengths
+        self._positions = positions
+        self._places: dict[int, tuple[torch.Tensor, list[int]]] = {}
+
+    def places(self, width: int) -> tuple[torch.Tensor, list[int]]:
+        """In layers that hold `width` tokens a slot: where each row writes, and how many tokens it then sees."""
+        if width not in self._places:
+            seen = [min(length + 1, width) for length in self._lengths]
+            self._places[width] = self._positions % width, seen
+        return self._places[width]
 
 
-class _SlotLayer:
-    """K and V `[slots, kv_heads, width, head_dim]`. Token p stands at p mod width: a ring, where width is the window."""
+class _SlotLayer(DynamicLayer):
+    """K and V `[slots, kv_heads, width, head_dim]`. Token p stands at p mod width: a ring, where width is the window.
 
-    is_sliding = is_compileable = False
-    is_initialized = True
+    In no order in a ring that went round; attention does not mind, for positions are in K already (RoPE).
+    """
 
-    def __init__(self, slots: int, width: int, loaded: _Loaded) -> None:
-        shape = (slots, loaded.geometry.kv_heads, width, loaded.geometry.head_dim)
-        self.width = self.used = width
-        self.k = torch.zeros(shape, dtype=loaded.dtype, device=loaded.device)
-        self.v = torch.zeros(shape, dtype=loaded.dtype, device=loaded.device)  # zeros_like would touch every page
+    def __init__(self, batch: _Batch, loaded: _Loaded, layer: Layer) -> None:
+        super().__init__()
+        geometry, config = loaded.geometry, loaded.config
+        self._width = min(layer.window or config.context, config.context)
+        self._batch = batch
+        self._item_bytes = geometry.token_bytes
+        # not zeroed: nobody reads what nobody wrote, and memory of slots that are never used is never touched
+        shape = (config.slots, geometry.kv_heads, self._width, geometry.head_dim)
+        self._k, self._v = (torch.empty(shape, dtype=loaded.dtype, device=loaded.device) for _ in "kv")
+        # views `[1, kv_heads, width, head_dim]`, made once rather than for every row of every step
+        self._slots = list(zip(self._k.split(1), self._v.split(1), strict=True))
 
-
-class _SlotCache(Cache):
-    """What the model sees: it appends one token a row, and gets the whole row back."""
-
-    def __init__(self, layers: list[_SlotLayer]) -> None:
-        super().__init__(layers=layers)
-
-    def prepare(self, active: torch.Tensor, positions: torch.Tensor) -> None:
-        """Before a step. active: rows that may write; an idle row must not touch a slot that is being filled."""
-        self._active = active
-        self._at = positions[active]
-        longest = int(positions.max()) + 1
-        for layer in self.layers:
-            layer.used = min(layer.width, longest)
+    def insert(self, slot: int, start: int, tokens: int, k: Buffer, v: Buffer) -> None:
+        if tokens > self._width:
+            raise DeviceError(f"{tokens} tokens for a layer that sees {self._width}")
+        at = start % self._width
+        before_end = min(tokens, self._width - at)  # the rest goes to the beginning of the ring
+        for store, buffer in zip(self._slots[slot], (k, v), strict=True):
+            if memoryview(buffer).nbytes != tokens * self._item_bytes:
+                raise DeviceError(f"{memoryview(buffer).nbytes} bytes for {tokens} tokens of {self._item_bytes}")
+            fresh = _tensor(buffer, store.dtype).view(store.shape[1], tokens, store.shape[3])
+            store[0, :, at : at + before_end] = fresh[:, :before_end]
+            if before_end < tokens:
+                store[0, :, : tokens - before_end] = fresh[:, before_end:]
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        layer = self.layers[layer_idx]
-        at = self._at % layer.width
-        layer.k[self._active, :, at] = key_states[self._active, :, 0]
-        layer.v[self._active, :, at] = value_states[self._active, :, 0]
-        rows = key_states.shape[0]
-        return layer.k[:rows, :, : layer.used], layer.v[:rows, :, : layer.used]
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """One new token a row. Answers, for `_attend`, what each row sees: `[1, kv_heads, tokens, head_dim]`."""
+        at, seen = self._batch.places(self._width)
+        self._k[self._batch.rows, :, at] = key_states[:, :, 0]
+        self._v[self._batch.rows, :, at] = value_states[:, :, 0]
+        rows = [(self._slots[slot], count) for slot, count in zip(self._batch.slots, seen, strict=True)]
+        return [k.narrow(2, 0, count) for (k, _), count in rows], [v.narrow(2, 0, count) for (_, v), count in rows]
+
+    def get_seq_length(self) -> int:
+        return 0  # rows differ; nobody needs it, for positions are given and no mask is drawn
+
+
+def _attend(
+    _module: torch.nn.Module,
+    query: torch.Tensor,
+    key: list[torch.Tensor],
+    value: list[torch.Tensor],
+    _mask: None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one token a row, each row to its own keys. query: `[rows, heads, 1, head_dim]`.
+
+    The query heads that share a KV head stand in for tokens, so that K and V need not be repeated for them.
+    """
+    rows, heads, _, head_dim = query.shape
+    grouped = query.reshape(rows, key[0].shape[1], -1, head_dim).split(1)
+    answers = [
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scaling)
+        for q, k, v in zip(grouped, key, value, strict=True)
+    ]
+    return torch.cat(answers).view(rows, 1, heads, head_dim), None
+
+
+def _checked(model: Model, config: Config) -> Any:
+    """transformers' configuration of the text model; DeviceError for what would give wrong text."""
+    try:
+        whole = AutoConfig.from_pretrained(model.directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise DeviceError(f"{model.directory} cannot be loaded: {error}") from error
+    if whole.model_type not in FAMILIES:
+        raise DeviceError(f"models of type {whole.model_type!r} are not supported, only {', '.join(FAMILIES)}")
+    hf: Any = whole.get_text_config()
+    for kind in set(_kinds(hf)):
+        if kind not in (FULL, SLIDING):
+            raise DeviceError(f"{whole.model_type} with layers of type {kind!r} is not supported")
+        rope = _rope(hf, kind).get("rope_type", "default")
+        if rope not in ROPES:
+            raise DeviceError(f"{whole.model_type} with {rope!r} RoPE is not supported, only {', '.join(ROPES)}")
+    for trait in ("attn_logit_softcapping", "use_bidirectional_attention"):
+        if getattr(hf, trait, None):
+            raise DeviceError(f"{whole.model_type} with {trait} is not supported")
+    if config.context > hf.max_position_embeddings:
+        raise DeviceError(f"KVR_CONTEXT={config.context}: the model holds at most {hf.max_position_embeddings} tokens")
+    return hf
+
+
+def _geometry(hf: Any, dtype: torch.dtype, digest: str) -> Geometry:
+    return Geometry(
+        model=digest,
+        kv_heads=hf.num_key_value_heads,
+        # stated by Qwen3 and Gemma, and then it is not hidden / heads; some Llamas lack it
+        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        dtype=str(dtype).removeprefix("torch."),
+        layers=tuple(
+            Layer(
+                window=hf.sliding_window if kind == SLIDING else None,
+                rope=json.dumps(_rope(hf, kind), sort_keys=True, default=str),
+            )
+            for kind in _kinds(hf)
+        ),
+    )
+
+
+def _kinds(hf: Any) -> list[str]:
+    """FULL or SLIDING, per layer."""
+    return list(getattr(hf, "layer_types", None) or [FULL] * hf.num_hidden_layers)
+
+
+def _rope(hf: Any, kind: str) -> dict[str, Any]:
+    """The RoPE parameters of a layer kind; Gemma-3 has one set for each."""
+    parameters = getattr(hf, "rope_parameters", None) or {}
+    return dict(parameters.get(kind) or parameters)
 
 
 def _dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -255,7 +406,26 @@ def _dtype(config: Config, device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-def _rope(hf: Any, kind: str) -> str:
-    """The RoPE parameters of a layer kind as one line; Gemma-3 has one set for each."""
-    parameters = getattr(hf, "rope_parameters", None) or {}
-    return json.dumps(parameters.get(kind, parameters), sort_keys=True, default=str)
+def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), 2)
+
+
+def _bytes(tensor: torch.Tensor) -> Buffer:
+    """Of a tensor that nobody writes again; without a copy if it is contiguous and on the CPU."""
+    view: Buffer = tensor.contiguous().cpu().view(torch.uint8).numpy().data.cast("B")
+    return view
+
+
+def _tensor(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
+    """Over bytes that are only read, without a copy if they may be written: torch knows no other tensors."""
+    rows = np.frombuffer(buffer, dtype=np.uint8)
+    return torch.from_numpy(rows if rows.flags.writeable else rows.copy()).view(dtype)
+
+
+def _at_their_slots(logits: Logits, slots: list[int]) -> Logits:
+    """Row i of `logits` belongs to slots[i]; the answer's rows are numbered by slot."""
+    if slots == list(range(len(slots))):
+        return logits
+    placed = np.zeros((slots[-1] + 1, logits.shape[1]), dtype=np.float32)
+    placed[slots] = logits
+    return placed
