@@ -67,8 +67,9 @@ async def _work(role: str, config: Config) -> int:
 
     worker = (PrefillWorker if role == "prefill" else DecodeWorker)(station, device, model, decode)  # type: ignore
     await worker.run()
+    station.vitals.close()  # last: a device call that was still under way has noted its end
     log.info("%s has left", station.worker, extra={"action": "left", "worker": station.worker})
-    return 0
+    return int(station.failed)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ class PrefillWorker:
         extra: dict[str, Any] = {"job": lease.job_id, "worker": self._station.worker}
         try:
             await self._attempt(work, turn)
-        except RedisAway as error:
+        except (RedisAway, RedisRefused) as error:
             log.warning("left job %s to the sweep: %s", lease.job_id, error, extra={"action": "left", **extra})
         finally:
             turn.give_back()

@@ -33,6 +33,7 @@ class Station:
         self.queue = JobQueue(self.store)
         self.vitals = Vitals()
         self.draining = asyncio.Event()
+        self.failed = False  # a part ended that should not have
         self._role = role
         self._registry = Registry(self.store, worker_lifetime(config))
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -68,7 +69,10 @@ class Station:
         log.info("%s is ready", self.worker, extra={"action": "ready", "worker": self.worker})
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs beside the worker's loop; an exception that nobody expected ends the worker rather than hide."""
+        """Runs beside the worker's loop; an exception that nobody expected ends the worker rather than hide.
+
+        What only Redis did not take is no such thing: a lease that nobody renews is swept, a record is for people.
+        """
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -119,6 +123,10 @@ class Station:
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, RedisAway | RedisRefused):
+            log.warning("left unsaid: %s", error, extra={"action": "unsaid"})
+        elif error is not None:
+            self.failed = True
             log.critical("a part of %s failed", self.worker, exc_info=error, extra={"action": "part_failed"})
             self.draining.set()

@@ -55,6 +55,10 @@ class Vitals:
             del self.held[job_id]
             self.publish()
 
+    def close(self) -> None:
+        self._page.close()
+        self._file.close()
+
     @contextlib.contextmanager
     def device_call(self) -> Iterator[None]:
         struct.pack_into("<Q", self._page, _CALL_AT, time.monotonic_ns())

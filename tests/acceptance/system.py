@@ -1,6 +1,5 @@
 """A whole system in processes of its own: API and workers on a private Redis, with whatever settings a test asks for."""
 
-import contextlib
 import json
 import os
 import re
@@ -100,13 +99,16 @@ class System:
     def close(self) -> None:
         for process in self.processes:
             process.terminate()
+        late = []
         for process in self.processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 process.wait(10)
-            if process.poll() is None:
+            except subprocess.TimeoutExpired:
+                late.append(process.args)
                 process.kill()
                 process.wait()
         self.redis.close()
+        assert not late, f"did not end within 10 s of SIGTERM: {late}\n{self.logs()[-3000:]}"
 
     def logs(self) -> str:
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("*.log")))

@@ -307,8 +307,8 @@ def test_a_model_that_cannot_work_is_refused_with_a_sentence(
         opened(path, tmp_path)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_without_a_cuda_device_names_the_setting(tmp_path: Path) -> None:
+def test_cuda_without_a_cuda_device_names_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match="KVR_PREFILL_DEVICE=cuda"):
         opened(saved(tmp_path / "model", FAMILIES["llama"]), tmp_path, prefill_device="cuda")
 
