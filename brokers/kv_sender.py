@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -90,13 +91,18 @@ class _Link:
         self._socket.connect(endpoint)
         self._reader = asyncio.create_task(self._read())
 
-    async def send(self, message: Message, tensor: memoryview | None = None, *, flags: int = 0) -> None:
+    async def send(self, message: Message, tensor: memoryview | None = None) -> None:
         frames: list[bytes | memoryview] = [encode(message)] + ([] if tensor is None else [tensor])
         self.used = time.monotonic()
         try:
-            await self._socket.send_multipart(frames, flags=flags, copy=tensor is None)
+            await self._socket.send_multipart(frames, copy=tensor is None)
         except zmq.ZMQError as error:
             raise TransferError(f"{self.endpoint} takes nothing: {error}") from error
+
+    def tell(self, message: Message) -> None:
+        """Sends without waiting. (NOBLOCK would not do: behind a send that waits, pyzmq queues it all the same.)"""
+        sent: asyncio.Future[Any] = asyncio.ensure_future(self._socket.send_multipart([encode(message)]))
+        sent.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard or not
 
     def close(self) -> None:
         for outbound in list(self.transfers.values()):
@@ -155,14 +161,11 @@ class Outbound:
         except TimeoutError:
             raise TransferError(f"no ACK from {self._link.endpoint}") from None
 
-    async def abort(self, reason: str) -> None:
-        """Tells the decode worker to forget it; harmless when it has already. A courtesy, so it waits for nobody: a
+    def abort(self, reason: str) -> None:
+        """Tells the decode worker to forget it; harmless when it has already. A courtesy, so nobody waits for it: a
         decode worker that does not hear it finds out from the lease."""
         self.close()
-        try:
-            await self._link.send(Abort(nonce=self._nonce, reason=reason), flags=zmq.NOBLOCK)
-        except TransferError:
-            log.debug("nobody to tell of an abort", extra={"action": "abort_unheard"})
+        self._link.tell(Abort(nonce=self._nonce, reason=reason))
 
     def close(self) -> None:
         self.fail(TransferError("closed"))

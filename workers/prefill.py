@@ -70,8 +70,8 @@ class PrefillWorker:
             await asyncio.wait(self._work, timeout=self._station.config.grace_seconds)
         for work in self._work.values():
             work.end()
-        if self._work:
-            await asyncio.wait(self._work)
+        if self._work:  # bounded too: a device call cannot be interrupted, and the sweep takes what is left
+            await asyncio.wait(self._work, timeout=self._station.config.grace_seconds)
         self._sender.close()
         self._compute.shutdown()
         await self._station.leave()
@@ -154,7 +154,7 @@ class PrefillWorker:
             self._bytes_sent += outbound.bytes_sent
             outbound.close()
             if not committed:
-                await outbound.abort("the prefill worker gave up, or the job is over")
+                outbound.abort("the prefill worker gave up, or the job is over")
 
     async def _tokens_so_far(self, lease: Lease) -> list[int]:
         """What an earlier attempt left in the log."""
