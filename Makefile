@@ -7,7 +7,9 @@ ifdef MODEL
 export KVR_MODEL := $(MODEL)
 endif
 
-.PHONY: run test lint bench clean
+ATOM := .venv-atom
+
+.PHONY: run test lint bench clean env-atom test-atom
 
 run: $(VENV)/.installed
 	@$(BIN)/kvrelay pull
@@ -16,6 +18,15 @@ run: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	@KVR_MODEL= $(BIN)/kvrelay pull
 	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python -m pytest
+
+env-atom: $(ATOM)/.installed
+
+# the vendor's real code over an emulated chip; the system's tests in the one environment, the device's in the other
+test-atom: $(VENV)/.installed-dev $(ATOM)/.installed
+	@KVR_MODEL= $(BIN)/kvrelay pull
+	$(ATOM)/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints-atom.txt -e '.[test]'
+	$(ATOM)/bin/python -m pytest tests/atom
+	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python -m pytest -m atom tests/acceptance
 
 bench: $(VENV)/.installed-dev
 	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python -m pytest -m benchmark -s -q tests/benchmarks
@@ -38,5 +49,13 @@ $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,redis,dev]'
 	@touch $@ $(VENV)/.installed
 
+# the last one without its pins: see deploy/requirements-atom.txt
+$(ATOM)/.installed: pyproject.toml deploy/requirements-atom.txt deploy/constraints-atom.txt
+	$(PYTHON) -m venv $(ATOM)
+	$(ATOM)/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints-atom.txt \
+	  -r deploy/requirements-atom.txt -e .
+	$(ATOM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps optimum-rbln==0.12.0
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(ATOM) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

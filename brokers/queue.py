@@ -146,6 +146,11 @@ class JobQueue:
         await self._store.run("settle", job_id, phase, jobs=[job_id])
 
     @translated
+    async def note(self, job_id: str, lease_id: str, event: str, detail: str) -> None:
+        """A line for the job's timeline, if the lease is still good."""
+        await self._store.run("note", job_id, lease_id, event, detail, jobs=[job_id])
+
+    @translated
     async def sweep(self, lease_seconds: float) -> list[str]:
         """Requeues the jobs of holders that did not renew for a lease. Answers `<job>:<outcome>` of each."""
         answer: list[str] = await self._store.run("sweep", int(lease_seconds * 1000))

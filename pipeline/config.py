@@ -1,6 +1,7 @@
 """Every setting: one environment variable ``KVR_…`` each, with its default, checked once."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -8,8 +9,8 @@ from typing import Any
 
 from pipeline.errors import ConfigError
 
-DEVICES = ("cpu", "cuda", "sim")
-DTYPES = ("auto", "bfloat16", "float32")
+PREFILL_DEVICES = ("cpu", "cuda", "sim")
+DECODE_DEVICES = ("atom", "cpu", "cuda", "sim")
 DEFAULT_MODEL = "smollm2-135m"
 
 
@@ -33,13 +34,14 @@ class Config:
     url: str = _setting("", "where the kvrelay command finds the API; empty: from host and port")
 
     prefill_device: str = _setting("cpu", "cpu, cuda or sim")
-    decode_device: str = _setting("cpu", "cpu, cuda or sim")
+    decode_device: str = _setting("cpu", "cpu, cuda, atom or sim")
     dtype: str = _setting("auto", "auto (bfloat16 where the device has it), bfloat16 or float32")
     prefill_threads: int = _setting(0, "compute threads of a prefill worker; 0: half of the cores")
     decode_threads: int = _setting(0, "compute threads of a decode worker; 0: half of the cores")
     chunk: int = _setting(512, "prompt tokens per device call; a cancel is seen between layers")
     slots: int = _setting(8, "jobs that a decode worker steps together")
     waiting: int = _setting(2, "KV caches that may wait in a decode worker for a slot")
+    fallback: str = _setting("", "local: a decode chip that cannot import a KV cache prefills again itself; empty: never")
     kv_host: str = _setting("127.0.0.1", "address that decode workers receive KV caches on")
     kv_buffer_mib: int = _setting(64, "MiB of KV cache computed but not yet sent, per transfer")
 
@@ -55,6 +57,13 @@ class Config:
     no_worker_seconds: float = _setting(10.0, "how long a waiting client waits for a worker to appear: 503")
     grace_seconds: float = _setting(3.0, "running jobs may finish for so long after SIGTERM")
 
+    atom_compiled: str = _setting("", "atom: directory of the compiled model; empty: in KVR_CACHE, compiled when missing")
+    atom_chips: str = _setting("all", "atom: numbers of the chips that workers may take, as in 0,1; or all")
+    atom_chips_per_worker: int = _setting(1, "atom: chips that one model is spread over")
+    atom_partition: int = _setting(0, "atom: flash attention with KV blocks of so many tokens; 0: eager, one block a job")
+    atom_dtype: str = _setting("auto", "atom: what to compile in: auto (the model's own), float32, float16 or bfloat16")
+    atom_import: str = _setting("auto", "atom: route of a KV cache: graph, private, or auto (the first that works)")
+
     sim_prefill_us: float = _setting(50.0, "sim: microseconds of prefill per prompt token")
     sim_step_ms: float = _setting(5.0, "sim: milliseconds of one decode step")
     sim_layers: int = _setting(2, "sim: layers of its KV cache")
@@ -67,13 +76,11 @@ class Config:
                 raise _wrong(name, getattr(self, name), "must not contain braces or line ends")
         if not self.model:
             raise _wrong("model", self.model, "must name a model")
-        for name in ("prefill_device", "decode_device"):
-            if getattr(self, name) not in DEVICES:
-                raise _wrong(name, getattr(self, name), f"must be one of {', '.join(DEVICES)}")
-        if self.dtype not in DTYPES:
-            raise _wrong("dtype", self.dtype, f"must be one of {', '.join(DTYPES)}")
-        if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-            raise _wrong("log_level", self.log_level, "must be DEBUG, INFO, WARNING or ERROR")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise _wrong(name, getattr(self, name), f"must be one of {', '.join(filter(None, choices))}")
+        if not re.fullmatch(r"all|\d+(,\d+)*", self.atom_chips):
+            raise _wrong("atom_chips", self.atom_chips, "must be all, or numbers as in 0,1,2")
         for setting in fields(self):
             value, least = getattr(self, setting.name), _LEAST.get(setting.name)
             if isinstance(value, (int, float)) and not (least or 0) <= value < 1 << 40:
@@ -134,6 +141,16 @@ class Config:
 #: Read by the Procfile, before there is a Config.
 ELSEWHERE = frozenset({"KVR_PREFILL_PYTHON", "KVR_DECODE_PYTHON", "KVR_API_PYTHON"})
 
+_CHOICES = {
+    "prefill_device": PREFILL_DEVICES,
+    "decode_device": DECODE_DEVICES,
+    "dtype": ("auto", "bfloat16", "float32"),
+    "fallback": ("", "local"),
+    "atom_dtype": ("auto", "bfloat16", "float16", "float32"),
+    "atom_import": ("auto", "graph", "private"),
+    "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
+}
+
 _LEAST = {
     "context": 16,
     "api_workers": 1,
@@ -149,6 +166,7 @@ _LEAST = {
     "device_call_seconds": 0.1,
     "open_seconds": 0.1,
     "part_seconds": 0.1,
+    "atom_chips_per_worker": 1,
     "sim_layers": 1,
 }
 

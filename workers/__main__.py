@@ -26,8 +26,15 @@ log = logging.getLogger("workers")
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m workers", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("prefill", help="lease jobs, compute their KV caches, send them")
-    commands.add_parser("decode", help="receive KV caches, produce tokens")
+    prefill = commands.add_parser("prefill", help="lease jobs, compute their KV caches, send them")
+    decode = commands.add_parser("decode", help="receive KV caches, produce tokens")
+    for worker in (prefill, decode):
+        worker.add_argument(
+            "--factory",
+            default="",
+            metavar="PACKAGE.MODULE:CALLABLE",
+            help="trusted code that makes the device, called with (config, model), instead of what KVR_…_DEVICE names",
+        )
     keeper = commands.add_parser("keeper", help="started by a worker, not by people")
     keeper.add_argument("worker")
     keeper.add_argument("vitals", type=int)
@@ -48,16 +55,16 @@ def main() -> int:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it goes when its worker has gone
             asyncio.run(Keeper(config, arguments.worker, VitalsReader(arguments.vitals)).run())
             return 0
-        return asyncio.run(_work(arguments.command, config))
+        return asyncio.run(_work(arguments.command, config, arguments.factory))
     except KVRelayError as error:
         print(f"kvrelay {arguments.command}: {error}", file=sys.stderr)
         return 1
 
 
-async def _work(role: str, config: Config) -> int:
+async def _work(role: str, config: Config, factory: str) -> int:
     model = Model.locate(config)
     tokenizer = Tokenizer.from_file(str(model.tokenizer_file))
-    device = open_prefill(config, model) if role == "prefill" else open_decode(config, model)
+    device = (open_prefill if role == "prefill" else open_decode)(config, model, factory)
     station = Station(role, config)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, station.draining.set)

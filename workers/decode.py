@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from brokers.credits import Credits
 from brokers.kv_receiver import KVReceiver
 from brokers.token_log import Append, TokenLog
-from pipeline.errors import DeviceError, KVRelayError, RedisAway, RedisRefused, TransferError
+from pipeline.config import Config
+from pipeline.errors import ConfigError, DeviceError, KVRelayError, RedisAway, RedisRefused, TransferError
 from pipeline.frames import Commit
 from pipeline.generation import Emission, Generation
 from pipeline.model import Model
@@ -22,7 +23,7 @@ from pipeline.scheduler import Scheduler
 from pipeline.states import Status
 from pipeline.text import Decode
 from pipeline.transfer import Transfer
-from workers.devices import DecodeDevice
+from workers.devices import DecodeDevice, RefillsSlots
 from workers.sampler import sample
 from workers.station import Figures, Station
 
@@ -45,10 +46,12 @@ class Sequence:
 
 @dataclass(slots=True)
 class Step:
-    """What one device call did. failures: sequences that cannot go on, and why."""
+    """What one device call did. failures: sequences that cannot go on, and why. fallbacks: those that the device had to
+    prefill itself."""
 
     emissions: dict[Sequence, Emission] = field(default_factory=dict)
     failures: dict[Sequence, str] = field(default_factory=dict)
+    fallbacks: dict[Sequence, str] = field(default_factory=dict)
 
 
 class DecodeWorker:
@@ -56,6 +59,7 @@ class DecodeWorker:
         config = station.config
         self._station = station
         self._device = device
+        self._refills = _refills(device, config)
         self._model = model
         self._decode = decode
         self._log = TokenLog(station.store)
@@ -149,7 +153,8 @@ class DecodeWorker:
                 self._device.evict(slot)
             for slot, sequence in admitted:
                 try:
-                    self._insert(slot, sequence)
+                    if (reason := self._insert(slot, sequence)) is not None:
+                        step.fallbacks[sequence] = reason
                 except Exception as error:
                     step.failures[sequence] = f"insert: {type(error).__name__}: {error}"
             going = {slot: sequence for slot, sequence in running.items() if sequence not in step.failures}
@@ -174,13 +179,25 @@ class DecodeWorker:
                 self._device.evict(slot)
         return step
 
-    def _insert(self, slot: int, sequence: Sequence) -> None:
+    def _insert(self, slot: int, sequence: Sequence) -> str | None:
+        """Answers why the device had to prefill the job itself, None if it did not."""
         transfer, sequence.transfer = sequence.transfer, None
         if transfer is None:
             raise DeviceError("this KV cache is in a slot already")
-        for block in transfer.blocks():
-            self._device.insert(slot, block.layer, block.start, block.tokens, block.k, block.v)
-        self._device.begin(slot, transfer.tokens, sequence.generation.tokens[-1])
+        *tokens, token = *sequence.generation.job.prompt, *sequence.generation.tokens
+        reason = None
+        try:
+            for block in transfer.blocks():
+                self._device.insert(slot, block.layer, block.start, block.tokens, block.k, block.v)
+            self._device.begin(slot, transfer.tokens, token)
+        except Exception as error:
+            if self._refills is None:
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            self._device.evict(slot)
+            self._refills.refill(slot, tokens)
+            self._device.begin(slot, len(tokens), token)
+        return reason
 
     def _settle(self, step: Step) -> None:
         """Slot freed first, credit published then; a job that was taken away meanwhile says nothing any more."""
@@ -194,6 +211,9 @@ class DecodeWorker:
                 self._jobs_done += 1
                 self._scheduler.remove(sequence)
                 self._room.set()
+        for sequence, reason in step.fallbacks.items():
+            log.warning("prefilled job %s here: %s", sequence.job_id, reason, extra={"action": "local_fallback"})
+            self._station.spawn(self._note_fallback(sequence, reason))
         for sequence, reason in step.failures.items():
             if not sequence.over:
                 log.error("job %s cannot go on: %s", sequence.job_id, reason, extra={"action": "decode_failed"})
@@ -201,6 +221,10 @@ class DecodeWorker:
                 self._station.spawn(self._give_back(sequence, reason))
         if step.emissions:
             self._news.set()
+
+    async def _note_fallback(self, sequence: Sequence, reason: str) -> None:
+        note = self._station.queue.note
+        await self._station.insist(lambda: note(sequence.job_id, sequence.lease_id, "local fallback", reason))
 
     # Writing
 
@@ -360,7 +384,17 @@ class DecodeWorker:
             "busy": self._scheduler.busy,
             "jobs": self._jobs_done,
             "tokens": self._tokens_done,
+            **self._device.figures,
         }
+
+
+def _refills(device: DecodeDevice, config: Config) -> RefillsSlots | None:
+    """The device again, if it may prefill what it could not take in."""
+    if config.fallback != "local":
+        return None
+    if not isinstance(device, RefillsSlots):
+        raise ConfigError("KVR_FALLBACK", "local", f"the {config.decode_device} device cannot prefill: leave it empty")
+    return device
 
 
 def _append(sequence: Sequence) -> Append:

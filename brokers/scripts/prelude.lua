@@ -49,7 +49,7 @@ end
 local function wake() redis.call('XADD', wake_key, 'MAXLEN', '1', '*', 'w', '1') end
 
 local function note(id, event, detail)
-  local line = now() .. ' ' .. event .. (detail and detail ~= '' and ' ' .. detail or '')
+  local line = now() .. ' ' .. event .. (detail and detail ~= '' and ' ' .. string.gsub(detail, '%s+', ' ') or '')
   local before = redis.call('HGET', job_key(id), 'timeline')
   redis.call('HSET', job_key(id), 'timeline', (before and before .. '\n' or '') .. line)
 end

@@ -5,14 +5,16 @@ out are contiguous, little-endian, in the geometry's dtype, and never written ag
 """
 
 import importlib
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 from pipeline.config import Config
+from pipeline.errors import ConfigError
 from pipeline.geometry import Geometry
 from pipeline.model import Model
 
@@ -48,9 +50,13 @@ class DecodeDevice(Protocol):
     geometry: Geometry
     slots: int
     max_tokens: int  # prompt and answer together
+    figures: Mapping[str, str | int]  # what the device counts, and says of itself, for `worker:<id>`
 
     def insert(self, slot: int, layer: int, start: int, tokens: int, k: Buffer, v: Buffer) -> None:
-        """KV of tokens [start, start + tokens), `[kv_heads, tokens, head_dim]` each. Between steps only."""
+        """KV of tokens [start, start + tokens), `[kv_heads, tokens, head_dim]` each. Between steps only.
+
+        The buffers stay as they are until `begin`, so a device may wait with its copy till then.
+        """
         ...
 
     def begin(self, slot: int, length: int, token: int) -> None:
@@ -68,20 +74,59 @@ class DecodeDevice(Protocol):
     def evict(self, slot: int) -> None: ...
 
 
-_MODULES = {"cpu": "torch", "cuda": "torch", "sim": "sim"}
+@runtime_checkable
+class RefillsSlots(Protocol):
+    """A decode device that can also compute a prompt: the last resort, for a KV cache that it could not take in."""
+
+    def refill(self, slot: int, tokens: Sequence[int]) -> None:
+        """Fills an empty slot with the KV cache of `tokens`, as if it had come over the wire. `begin` follows."""
+        ...
 
 
-def open_prefill(config: Config, model: Model) -> PrefillDevice:
-    """The device that KVR_PREFILL_DEVICE names. Raises DeviceError with one sentence if it cannot work here."""
-    device: PrefillDevice = _module(config.prefill_device).open_prefill(config, model)
+#: Which callable `(config, model)` opens a device. A worker's command line may name another one; a request never can.
+PREFILL_FACTORIES = {
+    "cpu": "workers.devices.torch:open_prefill",
+    "cuda": "workers.devices.torch:open_prefill",
+    "sim": "workers.devices.sim:open_prefill",
+}
+DECODE_FACTORIES = {
+    "atom": "workers.devices.atom:open_decode",
+    "cpu": "workers.devices.torch:open_decode",
+    "cuda": "workers.devices.torch:open_decode",
+    "sim": "workers.devices.sim:open_decode",
+}
+
+
+def open_prefill(config: Config, model: Model, factory: str = "") -> PrefillDevice:
+    """The device that KVR_PREFILL_DEVICE names, or that a factory makes. Raises DeviceError with one sentence if it cannot
+    work here, ConfigError if there is no such factory."""
+    device: PrefillDevice = _open(factory or PREFILL_FACTORIES[config.prefill_device], config, model)
     return device
 
 
-def open_decode(config: Config, model: Model) -> DecodeDevice:
-    """The device that KVR_DECODE_DEVICE names. Raises DeviceError with one sentence if it cannot work here."""
-    device: DecodeDevice = _module(config.decode_device).open_decode(config, model)
+def open_decode(config: Config, model: Model, factory: str = "") -> DecodeDevice:
+    """The same for KVR_DECODE_DEVICE."""
+    device: DecodeDevice = _open(factory or DECODE_FACTORIES[config.decode_device], config, model)
     return device
 
 
-def _module(device: str) -> Any:
-    return importlib.import_module(f"workers.devices.{_MODULES[device]}")
+def at_their_slots(logits: Logits, slots: Sequence[int]) -> Logits:
+    """Row i of `logits` belongs to slots[i]; the answer's rows are numbered by slot."""
+    if list(slots) == list(range(len(slots))):
+        return logits
+    placed = np.zeros((max(slots) + 1, logits.shape[1]), dtype=np.float32)
+    placed[list(slots)] = logits
+    return placed
+
+
+def _open(factory: str, config: Config, model: Model) -> Any:
+    module, _, name = factory.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        remedy = f"must be package.module:callable, to be found on PYTHONPATH ({error})"
+        raise ConfigError("--factory", factory, remedy) from error
+    device = make(config, model)
+    # a vendor's library may have set a native handler; a peer that goes away must be an error, not the end
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    return device

@@ -83,6 +83,7 @@ class SimDecode:
         self.geometry = _geometry(config)
         self.slots = config.slots
         self.max_tokens = config.context
+        self.figures: dict[str, str | int] = {}
         self._step_seconds = config.sim_step_ms / 1e3
         self._state = [0] * self.slots  # grows while KV comes in
         self._length = [0] * self.slots  # tokens in the cache; 0: idle

@@ -8,7 +8,6 @@ attends to its own tokens and to nothing else: no mask, so a short row does not 
 nothing, and what an earlier job left in a slot can spoil no sum (0 × NaN is NaN, also behind a mask).
 """
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,25 +18,22 @@ from typing_extensions import Buffer
 
 from pipeline.config import Config
 from pipeline.errors import Cancelled, DeviceError
-from pipeline.geometry import Geometry, Layer
+from pipeline.geometry import Layer
 from pipeline.model import Model
-from workers.devices import Logits, OnLayer
+from workers.devices import Logits, OnLayer, at_their_slots
 from workers.digest import model_digest
 
 try:
     import torch
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+    from transformers import AttentionInterface
     from transformers.cache_utils import Cache, DynamicLayer
-    from transformers.utils import logging as transformers_logging
+
+    from workers.devices.family import geometry, load_weights, tensor_over, text_config
 except ImportError as error:
     raise DeviceError(
         f"the cpu and cuda devices need torch and transformers ({error}): pip install 'kvrelay[cpu]'"
     ) from None
 
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma3", "gemma3_text")
-#: The others (dynamic, longrope) turn K by angles that depend on the length of the text, so that K changes afterwards.
-ROPES = ("default", "linear", "llama3", "yarn")
-FULL, SLIDING = "full_attention", "sliding_attention"
 ROWS = "kvrelay_rows"  # the name under which transformers knows `_attend`
 
 
@@ -58,34 +54,16 @@ class _Loaded:
         if name == "cuda" and not torch.cuda.is_available():
             raise DeviceError(f"KVR_{role.upper()}_DEVICE=cuda: PyTorch finds no CUDA device here; cpu would work")
         torch.set_num_threads(getattr(config, f"{role}_threads") or max(1, (os.cpu_count() or 1) // 2))
-        transformers_logging.disable_progress_bar()
-        transformers_logging.set_verbosity_error()
         self.config = config
         self.device = torch.device(name)
         self.dtype = _dtype(config, self.device)
-        hf = _checked(model, config)
+        hf = text_config(model, config)
         self.vocabulary = int(hf.vocab_size)
-        self.geometry = _geometry(hf, self.dtype, model_digest(model.directory, config))
-        network = self._load(model, attention)
+        self.geometry = geometry(hf, self.dtype, model_digest(model.directory, config))
+        network = load_weights(model, self.dtype, attention).to(self.device)
         self._decoder = network.get_decoder()  # of Gemma-3 with images, only the half that reads text
         self._head = network.get_output_embeddings()
         self._softcap: float | None = getattr(hf, "final_logit_softcapping", None)
-
-    def _load(self, model: Model, attention: str) -> Any:
-        try:
-            network, report = AutoModelForCausalLM.from_pretrained(
-                model.directory,
-                dtype=self.dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                attn_implementation=attention,
-                output_loading_info=True,
-            )
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-            raise DeviceError(f"{model.directory} cannot be loaded: {error}") from error
-        if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers
-            raise DeviceError(f"{model.directory} lacks {len(missing)} weights, {missing[0]} among them")
-        return network.eval().to(self.device)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
         """tokens, positions: int64 `[rows, tokens]`. Answers hidden states `[rows, tokens, hidden]`."""
@@ -217,6 +195,7 @@ class TorchDecode:
         self.geometry = loaded.geometry
         self.slots = loaded.config.slots
         self.max_tokens = loaded.config.context
+        self.figures: dict[str, str | int] = {}
         self._length = [0] * self.slots  # tokens in the cache; 0: idle
         self._input = [0] * self.slots
         self._batch = _Batch()
@@ -255,7 +234,7 @@ class TorchDecode:
         logits = self._loaded.logits(hidden[:, -1])
         for slot in active:
             self._length[slot] += 1
-        return _at_their_slots(logits, active)
+        return at_their_slots(logits, active)
 
     def evict(self, slot: int) -> None:
         self._length[slot] = self._input[slot] = 0
@@ -305,7 +284,7 @@ class _SlotLayer(DynamicLayer):
         for store, buffer in zip(self._slots[slot], (k, v), strict=True):
             if memoryview(buffer).nbytes != tokens * self._item_bytes:
                 raise DeviceError(f"{memoryview(buffer).nbytes} bytes for {tokens} tokens of {self._item_bytes}")
-            fresh = _tensor(buffer, store.dtype).view(store.shape[1], tokens, store.shape[3])
+            fresh = tensor_over(buffer, store.dtype).view(store.shape[1], tokens, store.shape[3])
             store[0, :, at : at + before_end] = fresh[:, :before_end]
             if before_end < tokens:
                 store[0, :, : tokens - before_end] = fresh[:, before_end:]
@@ -346,57 +325,6 @@ def _attend(
     return torch.cat(answers).view(rows, 1, heads, head_dim), None
 
 
-def _checked(model: Model, config: Config) -> Any:
-    """transformers' configuration of the text model; DeviceError for what would give wrong text."""
-    try:
-        whole = AutoConfig.from_pretrained(model.directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise DeviceError(f"{model.directory} cannot be loaded: {error}") from error
-    if whole.model_type not in FAMILIES:
-        raise DeviceError(f"models of type {whole.model_type!r} are not supported, only {', '.join(FAMILIES)}")
-    hf: Any = whole.get_text_config()
-    for kind in set(_kinds(hf)):
-        if kind not in (FULL, SLIDING):
-            raise DeviceError(f"{whole.model_type} with layers of type {kind!r} is not supported")
-        rope = _rope(hf, kind).get("rope_type", "default")
-        if rope not in ROPES:
-            raise DeviceError(f"{whole.model_type} with {rope!r} RoPE is not supported, only {', '.join(ROPES)}")
-    for trait in ("attn_logit_softcapping", "use_bidirectional_attention"):
-        if getattr(hf, trait, None):
-            raise DeviceError(f"{whole.model_type} with {trait} is not supported")
-    if config.context > hf.max_position_embeddings:
-        raise DeviceError(f"KVR_CONTEXT={config.context}: the model holds at most {hf.max_position_embeddings} tokens")
-    return hf
-
-
-def _geometry(hf: Any, dtype: torch.dtype, digest: str) -> Geometry:
-    return Geometry(
-        model=digest,
-        kv_heads=hf.num_key_value_heads,
-        # stated by Qwen3 and Gemma, and then it is not hidden / heads; some Llamas lack it
-        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
-        dtype=str(dtype).removeprefix("torch."),
-        layers=tuple(
-            Layer(
-                window=hf.sliding_window if kind == SLIDING else None,
-                rope=json.dumps(_rope(hf, kind), sort_keys=True, default=str),
-            )
-            for kind in _kinds(hf)
-        ),
-    )
-
-
-def _kinds(hf: Any) -> list[str]:
-    """FULL or SLIDING, per layer."""
-    return list(getattr(hf, "layer_types", None) or [FULL] * hf.num_hidden_layers)
-
-
-def _rope(hf: Any, kind: str) -> dict[str, Any]:
-    """The RoPE parameters of a layer kind; Gemma-3 has one set for each."""
-    parameters = getattr(hf, "rope_parameters", None) or {}
-    return dict(parameters.get(kind) or parameters)
-
-
 def _dtype(config: Config, device: torch.device) -> torch.dtype:
     if config.dtype != "auto":
         dtype: torch.dtype = getattr(torch, config.dtype)
@@ -414,18 +342,3 @@ def _bytes(tensor: torch.Tensor) -> Buffer:
     """Of a tensor that nobody writes again; without a copy if it is contiguous and on the CPU."""
     view: Buffer = tensor.contiguous().cpu().view(torch.uint8).numpy().data.cast("B")
     return view
-
-
-def _tensor(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
-    """Over bytes that are only read, without a copy if they may be written: torch knows no other tensors."""
-    rows = np.frombuffer(buffer, dtype=np.uint8)
-    return torch.from_numpy(rows if rows.flags.writeable else rows.copy()).view(dtype)
-
-
-def _at_their_slots(logits: Logits, slots: list[int]) -> Logits:
-    """Row i of `logits` belongs to slots[i]; the answer's rows are numbered by slot."""
-    if slots == list(range(len(slots))):
-        return logits
-    placed = np.zeros((slots[-1] + 1, logits.shape[1]), dtype=np.float32)
-    placed[slots] = logits
-    return placed

@@ -1,0 +1,13 @@
+"""Host memory as the private KV calls want it."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def aligned_tensor(size: int, dtype: Any = np.float16, alignment: int = 0x1000) -> torch.Tensor:
+    wanted = size * np.dtype(dtype).itemsize
+    memory = np.zeros(wanted + alignment, dtype=np.uint8)
+    start = -memory.ctypes.data % alignment
+    return torch.from_numpy(memory[start : start + wanted].view(dtype))
