@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import time
 import urllib.error
@@ -20,7 +21,7 @@ from brokers.queue import JobQueue
 from brokers.registry import Registry
 from brokers.store import Store
 from pipeline.config import Config
-from pipeline.errors import KVRelayError
+from pipeline.errors import ConfigError, KVRelayError
 from pipeline.job import Priority
 
 
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("queue", help="what waits and what is worked on").set_defaults(run=_queue)
     commands.add_parser("workers", help="who lives, and what they do").set_defaults(run=_workers)
+    commands.add_parser("devices", help="what chips are here, and who has them").set_defaults(run=_devices)
     return parser
 
 
@@ -139,6 +141,25 @@ def _workers(config: Config, _arguments: argparse.Namespace) -> int:
         row = [facts.get(name, "-") for name in ("state", "device", "host", "pid", "slots", "busy", "jobs", "tokens")]
         print("{:18}{:9}{:8}{:16}{:>8}{:>7}{:>6}{:>8}{:>10}".format(worker, *row) + f"{seen:6.1f} s")
     return 0
+
+
+def _devices(config: Config, _arguments: argparse.Namespace) -> int:
+    """Asks the Python of each role, for only there the device's SDK can be loaded."""
+    print(f"{'role':9}{'device':8}{'chip':>5}  {'name':24}holder")
+    failed = False
+    for role, device in (("prefill", config.prefill_device), ("decode", config.decode_device)):
+        python = os.environ.get(f"KVR_{role.upper()}_PYTHON") or sys.executable
+        try:
+            asked = subprocess.run([python, "-m", "workers", "devices", role], capture_output=True, text=True)
+        except OSError as error:
+            raise ConfigError(f"KVR_{role.upper()}_PYTHON", python, f"cannot be run ({error.strerror})") from error
+        if asked.returncode:
+            failed = True
+            print(f"{role:9}{device:8}{'-':>5}  {asked.stderr.strip().splitlines()[-1]}")
+            continue
+        for chip in json.loads(asked.stdout.splitlines()[-1]):
+            print(f"{role:9}{device:8}{chip['chip']:>5}  {chip['name']:24}{chip['holder'] or '-'}")
+    return int(failed)
 
 
 def _print_events(config: Config, job: str) -> int:

@@ -24,7 +24,20 @@ BLOCK_SECONDS = 1.0
 SOCKET_SECONDS = 5.0
 CONNECTIONS = 32  # a burst of requests waits for one, rather than open a thousand
 
-SCRIPTS = ("submit", "lease", "renew", "append", "handover", "release", "stop", "settle", "sweep", "retire", "mark", "note")
+SCRIPTS = (
+    "submit",
+    "lease",
+    "renew",
+    "append",
+    "handover",
+    "release",
+    "stop",
+    "settle",
+    "sweep",
+    "retire",
+    "mark",
+    "note",
+)
 
 
 def translated(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:

@@ -41,7 +41,9 @@ class Config:
     chunk: int = _setting(512, "prompt tokens per device call; a cancel is seen between layers")
     slots: int = _setting(8, "jobs that a decode worker steps together")
     waiting: int = _setting(2, "KV caches that may wait in a decode worker for a slot")
-    fallback: str = _setting("", "local: a decode chip that cannot import a KV cache prefills again itself; empty: never")
+    fallback: str = _setting(
+        "", "local: a decode chip that cannot import a KV cache prefills again itself; empty: never"
+    )
     kv_host: str = _setting("127.0.0.1", "address that decode workers receive KV caches on")
     kv_buffer_mib: int = _setting(64, "MiB of KV cache computed but not yet sent, per transfer")
 
@@ -57,10 +59,15 @@ class Config:
     no_worker_seconds: float = _setting(10.0, "how long a waiting client waits for a worker to appear: 503")
     grace_seconds: float = _setting(3.0, "running jobs may finish for so long after SIGTERM")
 
-    atom_compiled: str = _setting("", "atom: directory of the compiled model; empty: in KVR_CACHE, compiled when missing")
+    locks: str = _setting("/tmp", "folder of the locks that say who has which chip; one for the whole machine")  # noqa: S108
+    atom_compiled: str = _setting(
+        "", "atom: directory of the compiled model; empty: in KVR_CACHE, compiled when missing"
+    )
     atom_chips: str = _setting("all", "atom: numbers of the chips that workers may take, as in 0,1; or all")
     atom_chips_per_worker: int = _setting(1, "atom: chips that one model is spread over")
-    atom_partition: int = _setting(0, "atom: flash attention with KV blocks of so many tokens; 0: eager, one block a job")
+    atom_partition: int = _setting(
+        0, "atom: flash attention with KV blocks of so many tokens; 0: eager, one block a job"
+    )
     atom_dtype: str = _setting("auto", "atom: what to compile in: auto (the model's own), float32, float16 or bfloat16")
     atom_import: str = _setting("auto", "atom: route of a KV cache: graph, private, or auto (the first that works)")
 

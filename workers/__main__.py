@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import json
 import logging
 import signal
 import sys
@@ -13,8 +14,9 @@ from tokenizers import Tokenizer
 from pipeline.config import Config
 from pipeline.errors import KVRelayError
 from pipeline.model import Model
+from workers.chips import holder
 from workers.decode import DecodeWorker
-from workers.devices import open_decode, open_prefill
+from workers.devices import chips, open_decode, open_prefill
 from workers.keeper import Keeper
 from workers.prefill import PrefillWorker
 from workers.station import Station
@@ -35,6 +37,10 @@ def main() -> int:
             metavar="PACKAGE.MODULE:CALLABLE",
             help="trusted code that makes the device, called with (config, model), instead of what KVR_…_DEVICE names",
         )
+    devices = commands.add_parser(
+        "devices", help="which chips a worker of a role could use, as JSON; see kvrelay devices"
+    )
+    devices.add_argument("role", choices=("prefill", "decode"))
     keeper = commands.add_parser("keeper", help="started by a worker, not by people")
     keeper.add_argument("worker")
     keeper.add_argument("vitals", type=int)
@@ -55,10 +61,21 @@ def main() -> int:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it goes when its worker has gone
             asyncio.run(Keeper(config, arguments.worker, VitalsReader(arguments.vitals)).run())
             return 0
+        if arguments.command == "devices":
+            print(json.dumps(_devices(arguments.role, config)))
+            return 0
         return asyncio.run(_work(arguments.command, config, arguments.factory))
     except KVRelayError as error:
         print(f"kvrelay {arguments.command}: {error}", file=sys.stderr)
         return 1
+
+
+def _devices(role: str, config: Config) -> list[dict[str, str | int | None]]:
+    device = config.prefill_device if role == "prefill" else config.decode_device
+    return [
+        {"device": device, "chip": number, "name": name, "holder": holder(config.locks, device, number)}
+        for number, name in chips(role, config).items()
+    ]
 
 
 async def _work(role: str, config: Config, factory: str) -> int:

@@ -1,18 +1,16 @@
 """Who has which chip: a worker holds a lock on each of its own, and the kernel releases it with the process.
 
-The locks are files in one place for the whole machine. Containers see each other's locks only if they share that place.
+The locks are files in KVR_LOCKS, one folder for the whole machine: containers that share chips must share it.
 """
 
+import contextlib
 import fcntl
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import DeviceError
-
-LOCKS = Path("/run/lock")  # by the Filesystem Hierarchy Standard for this; elsewhere the temporary folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +25,11 @@ class Chips:
             os.close(descriptor)
 
 
-def claim(device: str, among: Sequence[int], count: int) -> Chips:
+def claim(locks: str, device: str, among: Sequence[int], count: int) -> Chips:
     """The first `count` free chips. Raises DeviceError, which says who has them, if there are not so many."""
     held: dict[int, int] = {}
     for number in among:
-        descriptor = _open(device, number)
+        descriptor = _open(_path(locks, device, number))
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -41,35 +39,46 @@ def claim(device: str, among: Sequence[int], count: int) -> Chips:
         _sign(descriptor)
         if len(held) == count:
             return Chips(tuple(held), tuple(held.values()))
+    taken = [f"{number} is held by {holder(locks, device, number)}" for number in among if number not in held]
     for descriptor in held.values():
         os.close(descriptor)
-    taken = ", ".join(f"{number} by {holder(device, number) or 'nobody'}" for number in among) or "none is there"
-    raise DeviceError(f"{count} free {device} chips are needed, {len(held)} are free of those allowed ({taken})")
+    why = "; ".join(taken) or f"only {len(among)} are here and allowed"
+    raise DeviceError(
+        f"this worker needs {count} free {device} chip{'s' * (count > 1)}, and there are {len(held)}: {why}"
+    )
 
 
-def holder(device: str, number: int) -> str | None:
+def holder(locks: str, device: str, number: int) -> str | None:
     """Who has a chip, None if nobody."""
-    descriptor = _open(device, number)
+    path = _path(locks, device, number)
+    if not path.exists():
+        return None
+    descriptor = _open(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
-        return os.pread(descriptor, 100, 0).decode(errors="replace") or "a process that did not sign"
+        return os.pread(descriptor, 100, 0).decode(errors="replace") or "a process of another user"
     finally:
         os.close(descriptor)
     return None
 
 
-def _open(device: str, number: int) -> int:
-    folder = LOCKS if os.access(LOCKS, os.W_OK) else Path(tempfile.gettempdir())
-    path = folder / f"kvrelay-{device}-{number}.lock"
-    if path.exists():  # perhaps somebody else's, who may not let us write; a lock needs no more than reading
-        return os.open(path, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)
-    return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+def _path(locks: str, device: str, number: int) -> Path:
+    return Path(locks) / f"kvrelay-{device}-{number}.lock"
+
+
+def _open(path: Path) -> int:
+    try:
+        if path.exists():  # perhaps another user's, who may not let us write; a lock needs no more than reading
+            return os.open(path, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise DeviceError(
+            f"the lock {path} cannot be opened ({error.strerror}): set KVR_LOCKS to another folder"
+        ) from error
 
 
 def _sign(descriptor: int) -> None:
-    try:
+    with contextlib.suppress(OSError):  # where only reading is allowed the lock holds all the same
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()}".encode(), 0)
-    except OSError:
-        pass  # the file is another user's: the lock holds all the same

@@ -110,6 +110,15 @@ def open_decode(config: Config, model: Model, factory: str = "") -> DecodeDevice
     return device
 
 
+def chips(role: str, config: Config) -> dict[int, str]:
+    """Number and name of each chip that a worker of this role could use here. Raises DeviceError if it can use none."""
+    device, factories = (
+        (config.prefill_device, PREFILL_FACTORIES) if role == "prefill" else (config.decode_device, DECODE_FACTORIES)
+    )
+    found: dict[int, str] = importlib.import_module(factories[device].partition(":")[0]).chips(device)
+    return found
+
+
 def at_their_slots(logits: Logits, slots: Sequence[int]) -> Logits:
     """Row i of `logits` belongs to slots[i]; the answer's rows are numbered by slot."""
     if list(slots) == list(range(len(slots))):

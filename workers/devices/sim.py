@@ -34,6 +34,10 @@ def open_decode(config: Config, model: Model) -> "SimDecode":
     return SimDecode(config)
 
 
+def chips(_device: str) -> dict[int, str]:
+    return {0: "no chip"}
+
+
 def expected(prompt: Sequence[int], count: int, layers: int = 2) -> list[int]:
     """The tokens that a healthy system answers; computed without any cache."""
     tokens = list(prompt)

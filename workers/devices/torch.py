@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from typing_extensions import Buffer
 
 from pipeline.config import Config
@@ -44,6 +43,12 @@ def open_prefill(config: Config, model: Model) -> "TorchPrefill":
 def open_decode(config: Config, model: Model) -> "TorchDecode":
     AttentionInterface.register(ROWS, _attend)
     return TorchDecode(_Loaded(config, model, "decode", attention=ROWS))
+
+
+def chips(device: str) -> dict[int, str]:
+    if device == "cpu":
+        return {0: f"{os.cpu_count()} cores"}
+    return {number: torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
 
 
 class _Loaded:

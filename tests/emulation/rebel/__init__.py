@@ -69,7 +69,9 @@ def compile_from_torch(
     phase = getattr(module, "phase", None)
     if phase is None and "no_graph" in FAULTS:
         raise RuntimeError("emulated: this graph does not compile")
-    info = [(name, tuple(shape), dtype if isinstance(dtype, str) else str(dtype)) for name, shape, dtype in input_info or ()]
+    info = [
+        (name, tuple(shape), dtype if isinstance(dtype, str) else str(dtype)) for name, shape, dtype in input_info or ()
+    ]
     return RBLNCompiledModel._made(
         {
             "module": module,

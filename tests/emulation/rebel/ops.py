@@ -6,8 +6,9 @@ head_dim]`. Every position of a sequence's blocks takes part in the sums, masked
 
 from collections.abc import Callable
 
-import rebel
 import torch
+
+import rebel
 
 Tensor = torch.Tensor
 
@@ -103,7 +104,9 @@ def _windowed(
 _define("linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor", _linear)
 _define("rbln_cache_update(Tensor(a!) cache, Tensor state, Tensor position, Tensor axis) -> Tensor", _cache_update)
 
-_PAGED = "Tensor q, Tensor k, Tensor v, Tensor(a!) kcache, Tensor(b!) vcache, Tensor seq, Tensor scale, Tensor block_table"
+_PAGED = (
+    "Tensor q, Tensor k, Tensor v, Tensor(a!) kcache, Tensor(b!) vcache, Tensor seq, Tensor scale, Tensor block_table"
+)
 _PAGED += ", int block_size"
 _END = "Tensor? mask=None, Tensor? s_aux=None) -> Tensor"
 for _flash, _partition in (("", ""), ("flash_", ", int partition")):
@@ -122,14 +125,19 @@ for _flash, _partition in (("", ""), ("flash_", ", int partition")):
             next(x for x in rest if isinstance(x, bool)),
         ),
     )
-_WINDOWED = "Tensor q, Tensor k, Tensor v, Tensor(a!) kcache, Tensor(b!) vcache, Tensor cache_seq_len, Tensor cache_offset"
+_WINDOWED = (
+    "Tensor q, Tensor k, Tensor v, Tensor(a!) kcache, Tensor(b!) vcache, Tensor cache_seq_len, Tensor cache_offset"
+)
+_MASKED = "Tensor? attn_mask=None, Tensor? s_aux=None) -> Tensor"
 _WINDOWED += ", Tensor scale, Tensor block_table, int block_size"
 _define(
-    f"paged_sliding_window_attn_decode({_WINDOWED}, Tensor? attn_mask=None, Tensor? s_aux=None) -> Tensor",
-    lambda q, k, v, kc, vc, seen, offset, scale, table, size, *_: _windowed(q, k, v, kc, vc, seen, offset, scale, table),
+    f"paged_sliding_window_attn_decode({_WINDOWED}, {_MASKED}",
+    lambda q, k, v, kc, vc, seen, offset, scale, table, size, *_: _windowed(
+        q, k, v, kc, vc, seen, offset, scale, table
+    ),
 )
 _define(
-    f"paged_sliding_window_attn_prefill({_WINDOWED}, bool is_bidirectional, Tensor? attn_mask=None, Tensor? s_aux=None) -> Tensor",
+    f"paged_sliding_window_attn_prefill({_WINDOWED}, bool is_bidirectional, {_MASKED}",
     lambda q, k, v, kc, vc, seen, offset, scale, table, size, bidirectional, *_: _windowed(
         q, k, v, kc, vc, seen, offset, scale, table, bidirectional
     ),

@@ -20,17 +20,17 @@ from workers.devices import DecodeDevice
 
 def open_decode(config: Config, model: Model) -> DecodeDevice:
     """Raises DeviceError if the SDK, the chip, or a way to import KV caches is missing."""
-    present = chips()
+    present = chips("atom")
     from workers.devices.atom.compiled import load
     from workers.devices.atom.decode import AtomDecode
 
     wanted = range(len(present)) if config.atom_chips == "all" else map(int, config.atom_chips.split(","))
-    claimed = claim("atom", sorted(set(wanted) & set(present)), config.atom_chips_per_worker)
+    claimed = claim(config.locks, "atom", sorted(set(wanted) & set(present)), config.atom_chips_per_worker)
     return AtomDecode(config, model, load(config, model, claimed.numbers, present[claimed.numbers[0]]), claimed)
 
 
-def chips() -> dict[int, str]:
-    """Number and name of each ATOM in this machine. Raises DeviceError if there is none, or no SDK to ask."""
+def chips(_device: str) -> dict[int, str]:
+    """Raises DeviceError if there is no ATOM in this machine, or no SDK to ask."""
     if importlib.util.find_spec("optimum") is None or importlib.util.find_spec("optimum.rbln") is None:
         raise DeviceError(
             "the atom device needs optimum-rbln, which this Python lacks: `make env-atom` builds one that has it, "

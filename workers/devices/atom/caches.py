@@ -96,7 +96,9 @@ def caches_of(rbln_config: Any) -> list[Caches]:
 class ImportGraph(torch.nn.Module):
     """(k, v `[layers, kv_heads, width, head_dim]`, block int16 `[1]`, caches…): writes that block of every cache."""
 
-    def forward(self, k: torch.Tensor, v: torch.Tensor, block: torch.Tensor, *caches: torch.Tensor) -> list[torch.Tensor]:
+    def forward(
+        self, k: torch.Tensor, v: torch.Tensor, block: torch.Tensor, *caches: torch.Tensor
+    ) -> list[torch.Tensor]:
         axis = torch.tensor(0, dtype=torch.int16)
         update = torch.ops.rbln_custom_ops.rbln_cache_update
         fresh = [tensor[layer : layer + 1] for layer in range(k.shape[0]) for tensor in (k, v)]

@@ -127,7 +127,9 @@ def _options(config: Config, npu: str) -> dict[str, Any]:
     """One block a sequence, or with flash attention blocks of a partition each; as many as all slots can fill."""
     options = {
         "batch_size": config.slots,
-        "decoder_batch_sizes": sorted({config.slots, 1}, reverse=True),  # a job that is alone need not pay for all slots
+        "decoder_batch_sizes": sorted(
+            {config.slots, 1}, reverse=True
+        ),  # a job that is alone need not pay for all slots
         "max_seq_len": config.context,
         "kvcache_num_blocks": config.slots * (config.context // (config.atom_partition or config.context)),
         "npu": npu,

@@ -68,7 +68,9 @@ class AtomDecode:
         heads, dim = self.geometry.kv_heads, self.geometry.head_dim
         for buffer in (k, v):
             if memoryview(buffer).nbytes != tokens * self.geometry.token_bytes:
-                raise DeviceError(f"{memoryview(buffer).nbytes} bytes for {tokens} tokens of {self.geometry.token_bytes}")
+                raise DeviceError(
+                    f"{memoryview(buffer).nbytes} bytes for {tokens} tokens of {self.geometry.token_bytes}"
+                )
         key, value = (tensor_over(buffer, self._wire).view(heads, tokens, dim) for buffer in (k, v))
         for tensor in (key, value):
             self._check_range(tensor, layer)
@@ -93,7 +95,9 @@ class AtomDecode:
         self._check_tokens(tokens)
         if self._rbln.use_bidirectional_prefill:  # optimum-rbln 0.12 compiles Gemma-3's text model so
             if 1 not in self._loaded.decoders:
-                raise DeviceError("only a decode graph of batch 1 could prefill this model, and it was compiled without one")
+                raise DeviceError(
+                    "only a decode graph of batch 1 could prefill this model, and it was compiled without one"
+                )
             for position, token in enumerate(tokens):
                 self._run([slot], [token], [position])
         else:
@@ -114,7 +118,9 @@ class AtomDecode:
 
     def step(self) -> Logits:
         # longest first: graphs for the next generation of chips insist on it, and to others it is all the same
-        active = sorted((slot for slot in range(self.slots) if self._length[slot]), key=lambda slot: -self._length[slot])
+        active = sorted(
+            (slot for slot in range(self.slots) if self._length[slot]), key=lambda slot: -self._length[slot]
+        )
         lengths = [self._length[slot] for slot in active]
         if not active or lengths[0] >= self.max_tokens:
             raise DeviceError(f"a step needs a slot that has begun, and none with all its {self.max_tokens} tokens")
@@ -143,7 +149,9 @@ class AtomDecode:
             input_ids=torch.tensor([*tokens, *unused])[:, None],
             cache_position=at,
             block_tables=self._tables[rows] if self._rbln.use_global_attention else None,
-            local_block_tables=torch.tensor(rows, dtype=torch.int16)[:, None] if self._rbln.use_local_attention else None,
+            local_block_tables=torch.tensor(rows, dtype=torch.int16)[:, None]
+            if self._rbln.use_local_attention
+            else None,
             attention_mask=self._mask(at) if self._rbln.use_attention_mask else None,
             position_ids=at if self._rbln.use_position_ids else None,
         )
@@ -195,7 +203,9 @@ class AtomDecode:
         self._run([], [], [])  # the private calls may end the process before a first step
         ways = {
             GraphRoute.name: lambda: GraphRoute(import_runtimes(self._loaded), self._caches),
-            PrivateRoute.name: lambda: PrivateRoute(self._loaded.decoders[min(self._loaded.decoders)].runtime, self._caches),
+            PrivateRoute.name: lambda: PrivateRoute(
+                self._loaded.decoders[min(self._loaded.decoders)].runtime, self._caches
+            ),
         }
         reasons = []
         for name in ways if config.atom_import == "auto" else [config.atom_import]:
@@ -208,7 +218,9 @@ class AtomDecode:
                 return route
         reason = "; ".join(reasons)
         if config.fallback != "local":
-            raise DeviceError(f"no way to import a KV cache into ATOM ({reason}); KVR_FALLBACK=local would prefill there")
+            raise DeviceError(
+                f"no way to import a KV cache into ATOM ({reason}); KVR_FALLBACK=local would prefill there"
+            )
         log.error("every job will be prefilled on ATOM again (%s)", reason, extra={"action": "no_import"})
         return None
 
@@ -259,7 +271,9 @@ class AtomDecode:
         low, high = (float(edge) for edge in torch.aminmax(tensor))
         if not -limit <= low <= high <= limit:
             self.figures["overflows"] = int(self.figures["overflows"]) + 1
-            raise DeviceError(f"KV of layer {layer} reaches {low:g} to {high:g}, {self._kind[layer].dtype} holds ±{limit:g}")
+            raise DeviceError(
+                f"KV of layer {layer} reaches {low:g} to {high:g}, {self._kind[layer].dtype} holds ±{limit:g}"
+            )
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         if not tokens or min(tokens) < 0 or max(tokens) >= self._vocabulary:
