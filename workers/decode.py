@@ -224,7 +224,7 @@ class DecodeWorker:
 
     async def _note_fallback(self, sequence: Sequence, reason: str) -> None:
         note = self._station.queue.note
-        await self._station.insist(lambda: note(sequence.job_id, sequence.lease_id, "local fallback", reason))
+        await self._station.insist(lambda: note(sequence.job_id, sequence.lease_id, "local_fallback", reason))
 
     # Writing
 

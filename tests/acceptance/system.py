@@ -46,6 +46,7 @@ class System:
             **{f"KVR_{name.upper()}": str(value) for name, value in settings.items()},
         }
         self.name = self.environ.get("KVR_SERVED_NAME", self.environ["KVR_MODEL"])
+        self.python = {"prefill": sys.executable, "decode": sys.executable}
         self.redis = redis.Redis.from_url(redis_url, decode_responses=True)
         self.processes: list[subprocess.Popen[bytes]] = []
 
@@ -56,7 +57,7 @@ class System:
 
     def start(self, role: str, count: int = 1, **settings: object) -> list["subprocess.Popen[bytes]"]:
         """role: api, prefill or decode."""
-        command = [sys.executable, "-m", "workers", role]
+        command = [self.python.get(role, sys.executable), "-m", "workers", role]
         if role == "api":
             command = [sys.executable, "-m", "gunicorn", "-c", "python:api.server", "-k", "asgi"]
             command += ["--no-control-socket", "api.app:build()"]

@@ -1,7 +1,7 @@
 """The operators that optimum-rbln's graphs are made of, written plainly for the CPU. Shapes as the vendor passes them:
 
-q `[rows, kv_heads, group, tokens, head_dim]`; k, v `[rows, kv_heads, 1, tokens, head_dim]`; caches `[blocks, kv_heads, 1, block,
-head_dim]`. Every position of a sequence's blocks takes part in the sums, masked or not, as in a kernel of fixed shape.
+q `[rows, kv_heads, group, tokens, head_dim]`; k, v `[rows, kv_heads, 1, tokens, head_dim]`; caches `[blocks, kv_heads, 1,
+block, head_dim]`. Every position of a sequence's blocks takes part in the sums, masked or not, as in a kernel of fixed shape.
 """
 
 from collections.abc import Callable
