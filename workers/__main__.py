@@ -41,6 +41,8 @@ def main() -> int:
         "devices", help="which chips a worker of a role could use, as JSON; see kvrelay devices"
     )
     devices.add_argument("role", choices=("prefill", "decode"))
+    prove = commands.add_parser("checklist", help="on a machine with the chip: prove what was inferred without one")
+    prove.add_argument("device", choices=("atom",))
     keeper = commands.add_parser("keeper", help="started by a worker, not by people")
     keeper.add_argument("worker")
     keeper.add_argument("vitals", type=int)
@@ -61,6 +63,10 @@ def main() -> int:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it goes when its worker has gone
             asyncio.run(Keeper(config, arguments.worker, VitalsReader(arguments.vitals)).run())
             return 0
+        if arguments.command == "checklist":
+            from workers.devices.atom import checklist  # torch and more: only where it is asked for
+
+            return checklist(config, Model.locate(config))
         if arguments.command == "devices":
             print(json.dumps(_devices(arguments.role, config)))
             return 0

@@ -7,7 +7,7 @@ Nothing is imported while a step runs: the worker makes all device calls in one 
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,13 +54,18 @@ class AtomDecode:
             "overflows": 0,
             "local_fallbacks": 0,
         }
-        self._route = self._open_route(config)
-        self.figures["kv_import"] = self._route.name if self._route else "none"
+        self.route = self._open_route(config)
+        self.figures["kv_import"] = self.route.name if self.route else "none"
+
+    @property
+    def edges(self) -> list[int]:
+        """Lengths at which a new block begins, or a window is full."""
+        return [caches.width for caches in self._caches]
 
     def insert(self, slot: int, layer: int, start: int, tokens: int, k: Buffer, v: Buffer) -> None:
         if self._length[slot]:
             raise DeviceError(f"slot {slot} is in use")
-        if self._route is None:
+        if self.route is None:
             raise DeviceError("this worker found no way to import a KV cache at its start")
         window = self.geometry.layers[layer].window
         if not 0 <= start < start + tokens <= self.max_tokens or (window and tokens > window):
@@ -85,7 +90,7 @@ class AtomDecode:
         if pieces is None:
             raise DeviceError(f"slot {slot} was not filled")
         if pieces:
-            self._write(self._route, slot, length, pieces)
+            self._write(self.route, slot, length, pieces)
         self._length[slot], self._input[slot] = length, token
 
     def refill(self, slot: int, tokens: Sequence[int]) -> None:
@@ -201,17 +206,11 @@ class AtomDecode:
     def _open_route(self, config: Config) -> Route | None:
         """The first route that gives back what it was told to write. None only where KVR_FALLBACK=local can do without."""
         self._run([], [], [])  # the private calls may end the process before a first step
-        ways = {
-            GraphRoute.name: lambda: GraphRoute(import_runtimes(self._loaded), self._caches),
-            PrivateRoute.name: lambda: PrivateRoute(
-                self._loaded.decoders[min(self._loaded.decoders)].runtime, self._caches
-            ),
-        }
         reasons = []
-        for name in ways if config.atom_import == "auto" else [config.atom_import]:
+        for name in ("graph", "private") if config.atom_import == "auto" else (config.atom_import,):
             try:
-                route: Route = ways[name]()
-                self._self_test(route)
+                route = self.make_route(name)
+                self.self_test(route)
             except Exception as error:  # the vendor's may raise anything
                 reasons.append(f"{name}: {error}")
             else:
@@ -224,7 +223,13 @@ class AtomDecode:
         log.error("every job will be prefilled on ATOM again (%s)", reason, extra={"action": "no_import"})
         return None
 
-    def _self_test(self, route: Route) -> None:
+    def make_route(self, name: str) -> Route:
+        """graph or private. Raises DeviceError if the compiled model, or the runtime, does not have it."""
+        if name == GraphRoute.name:
+            return GraphRoute(import_runtimes(self._loaded), self._caches)
+        return PrivateRoute(self._loaded.decoders[min(self._loaded.decoders)].runtime, self._caches)
+
+    def self_test(self, route: Route) -> None:
         """Writes rubbish into the first and the last slot, over the edge of a block and of a window, and reads it back."""
         edges = [caches.width + 3 for caches in self._caches if caches.width + 3 < self.max_tokens]
         length = max(edges, default=self.max_tokens // 2)
@@ -239,17 +244,21 @@ class AtomDecode:
                 pieces[layer] = [Piece(first, length - first, (k, v))]
             self._write(route, slot, length, pieces)
         for slot, pieces in written.items():
-            for caches in self._caches:
-                for span in self._spans(caches, slot, length):
-                    self._compare(route.read(caches, span), caches, span, pieces)
+            for layer, _, *read in self.read(route, slot, length):
+                for name, found, wanted in zip("KV", read, pieces[layer][0].kv, strict=True):
+                    if not torch.equal(found, wanted.to(found.dtype)):
+                        raise DeviceError(f"{name} of layer {layer}, slot {slot}, is not what was written there")
 
-    def _compare(self, read: list[torch.Tensor], caches: Caches, span: Span, pieces: dict[int, list[Piece]]) -> None:
-        for index, name in enumerate(caches.names()):
-            piece = pieces[caches.layers[index // 2]][0]
-            skip = max(0, piece.start - span.first)  # the row of a window that no token has
-            wanted = piece.kv[index % 2][:, span.first + skip - piece.start : span.first + span.rows - piece.start]
-            if not torch.equal(read[index][:, skip:], wanted.to(caches.dtype)):
-                raise DeviceError(f"{name}, block {span.block} does not hold what was written there")
+    def read(self, route: Route, slot: int, length: int) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+        """What ATOM holds of a slot's first `length` tokens: (layer, first token, K, V `[kv_heads, tokens, head_dim]`)."""
+        for caches in self._caches:
+            spans = self._spans(caches, slot, length)
+            parts = [route.read(caches, span) for span in spans]
+            whole = [torch.cat(tensors, 1) for tensors in zip(*parts, strict=True)]
+            for index, layer in enumerate(caches.layers):
+                first = self.geometry.layers[layer].first_token(length)
+                skip = first - spans[0].first  # the row of a window that no token has
+                yield layer, first, whole[2 * index][:, skip:], whole[2 * index + 1][:, skip:]
 
     # Checking
 
