@@ -132,7 +132,7 @@ def _open(factory: str, config: Config, model: Model) -> Any:
     module, _, name = factory.partition(":")
     try:
         make = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         remedy = f"must be package.module:callable, to be found on PYTHONPATH ({error})"
         raise ConfigError("--factory", factory, remedy) from error
     device = make(config, model)

@@ -55,7 +55,10 @@ def load(config: Config, model: Model, chips: Sequence[int], npu: str) -> Any:
             directory, export=False, rbln_device=device, rbln_create_runtimes=True
         )
     except (OSError, KeyError, ValueError, RuntimeError) as error:
-        raise DeviceError(f"{directory} cannot be loaded onto ATOM {device}: {error}") from error
+        if "device memory" in str(error):
+            remedy = "lower KVR_SLOTS or KVR_CONTEXT, or raise KVR_ATOM_CHIPS_PER_WORKER"
+            raise DeviceError(f"the model and its KV cache do not fit the memory of ATOM {device}: {remedy}") from error
+        raise DeviceError(f"{directory} cannot be loaded onto ATOM {device}: {_line(error)}") from error
 
 
 def import_runtimes(loaded: Any) -> dict[str, Any]:
@@ -115,12 +118,17 @@ def _compile(config: Config, model: Model, digest: str, directory: Path, npu: st
     try:
         vendor.from_model(network, rbln_config=_options(config, npu), model_save_dir=unfinished)
     except (ValueError, NotImplementedError) as error:
-        raise ConfigError("KVR_CONTEXT", config.context, f"optimum-rbln refuses the shape: {error}") from error
+        raise ConfigError("KVR_CONTEXT", config.context, f"optimum-rbln refuses the shape: {_line(error)}") from error
     except RuntimeError as error:
-        raise DeviceError(f"{config.name} does not compile for {npu}: {error}") from error
+        raise DeviceError(f"{config.name} does not compile for {npu}: {_line(error)}") from error
     (unfinished / NOTE).write_text(json.dumps({"model": digest}), encoding="utf-8")
     shutil.rmtree(directory, ignore_errors=True)
     os.replace(unfinished, directory)
+
+
+def _line(error: Exception) -> str:
+    """The vendor's messages are paragraphs."""
+    return " ".join(str(error).split())[:400]
 
 
 def _options(config: Config, npu: str) -> dict[str, Any]:
