@@ -634,6 +634,22 @@ async def test_the_timeline_has_one_line_for_every_event_of_a_life(hands: Hands)
     assert int(await hands.field("a", "ended") or 0) <= times[-1]
 
 
+async def test_a_holder_s_note_is_one_line_and_nobody_else_s_is_taken(hands: Hands) -> None:
+    lease_id = await hands.decoding("a")
+    await hands.queue.note("a", "d1#other", "local_fallback", "not mine")
+    await hands.queue.note("a", lease_id, "local_fallback", "KV of layer 3\n  is\tnone")
+    await hands.append("a", lease_id, 1, 101, end="finished", reason="stop")
+    await hands.queue.note("a", lease_id, "local_fallback", "said late")
+    lines = (await hands.field("a", "timeline") or "").split("\n")
+    assert [line.split(" ", 1)[1] for line in lines[-3:]] == [
+        "local_fallback KV of layer 3 is none",
+        "finished stop",
+        "local_fallback said late",
+    ]
+    await hands.queue.note("b", lease_id, "local_fallback", "no such job")
+    assert await hands.redis.exists(hands.keys.job("b")) == 0
+
+
 async def test_standing_tells_status_and_lateness_by_the_clock_of_redis(hands: Hands) -> None:
     assert await hands.queue.standing("a") is None
     await hands.submit("a", lifetime=60.0)

@@ -3,6 +3,7 @@
 from dataclasses import fields
 from pathlib import Path
 
+import dotenv
 import pytest
 
 from pipeline.config import ELSEWHERE, Config, env_example
@@ -57,6 +58,13 @@ def test_a_bad_value_is_refused_with_its_variable_the_value_and_what_would_do(
     shown = str(caught.value).removeprefix(f"{variable}=")
     assert shown.startswith((value, f"{value}.0"))
     assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "deploy").glob("*.env")), ids=lambda path: path.name)
+def test_the_examples_for_chips_and_hosts_are_good_settings(path: Path) -> None:
+    values = {name: value or "" for name, value in dotenv.dotenv_values(path).items()}
+    config = Config.from_env(values)
+    assert config.dtype == "bfloat16", "both halves must say what travels"
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
