@@ -4,6 +4,7 @@ Two workers are a pair if what this file says about the model is equal in both, 
 """
 
 import json
+import os
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,11 @@ def geometry(hf: Any, dtype: torch.dtype, digest: str) -> Geometry:
             for kind in _kinds(hf)
         ),
     )
+
+
+def use_threads(count: int) -> None:
+    """Compute threads of this process; 0: half of the cores, for a machine has two kinds of worker."""
+    torch.set_num_threads(count or max(1, (os.cpu_count() or 1) // 2))
 
 
 def load_weights(model: Model, dtype: torch.dtype, attention: str) -> Any:

@@ -27,7 +27,7 @@ try:
     from transformers import AttentionInterface
     from transformers.cache_utils import Cache, DynamicLayer
 
-    from workers.devices.family import geometry, load_weights, tensor_over, text_config
+    from workers.devices.family import geometry, load_weights, tensor_over, text_config, use_threads
 except ImportError as error:
     raise DeviceError(
         f"the cpu and cuda devices need torch and transformers ({error}): pip install 'kvrelay[cpu]'"
@@ -58,7 +58,7 @@ class _Loaded:
         name = getattr(config, f"{role}_device")
         if name == "cuda" and not torch.cuda.is_available():
             raise DeviceError(f"KVR_{role.upper()}_DEVICE=cuda: PyTorch finds no CUDA device here; cpu would work")
-        torch.set_num_threads(getattr(config, f"{role}_threads") or max(1, (os.cpu_count() or 1) // 2))
+        use_threads(getattr(config, f"{role}_threads"))
         self.config = config
         self.device = torch.device(name)
         self.dtype = _dtype(config, self.device)

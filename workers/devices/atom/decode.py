@@ -21,7 +21,7 @@ from workers.chips import Chips
 from workers.devices import Logits, at_their_slots
 from workers.devices.atom.caches import Caches, GraphRoute, Piece, PrivateRoute, Route, Span, caches_of
 from workers.devices.atom.compiled import import_runtimes
-from workers.devices.family import FULL, geometry, tensor_over, text_config
+from workers.devices.family import FULL, geometry, tensor_over, text_config, use_threads
 from workers.digest import model_digest
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 class AtomDecode:
     def __init__(self, config: Config, model: Model, loaded: Any, chips: Chips) -> None:
         """loaded: the vendor's model object. chips: kept, for the locks are theirs."""
+        use_threads(config.decode_threads)
         hf = text_config(model, config)
         self._rbln = loaded.rbln_config
         self._loaded = loaded
