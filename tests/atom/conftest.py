@@ -4,20 +4,16 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rig import Reference, Rig
+from rig import Models, Opened, Reference
 
-import workers.chips
 import workers.devices.atom
-from pipeline.config import Config
-from pipeline.model import Model
 from workers.chips import Chips, claim
-from workers.devices import open_decode
 
 EMULATION = Path(__file__).parents[1] / "emulation"
 
@@ -37,12 +33,12 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """By family, made once."""
 
     @functools.cache
-    def made(family: str) -> Reference:
-        return Reference(family, tmp_path_factory.mktemp(family))
+    def made(family: str, seed: int = 1) -> Reference:
+        return Reference(family, tmp_path_factory.mktemp(family), seed)
 
     return made
 
@@ -59,30 +55,23 @@ def route(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The chips' locks of this test: another run on this machine does not meet them."""
-    folder = tmp_path / "locks"
-    folder.mkdir()
-    monkeypatch.setattr(workers.chips, "LOCKS", folder)
-    return folder
-
-
-@pytest.fixture
-def opened(locks: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rig]]:
+def opened(tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
     """Opens devices; at the end their chips are free, and the emulated memory is gone."""
-    claimed: list[Chips] = []
+    opened = Opened(
+        context=128,
+        slots=4,
+        dtype="float32",
+        atom_dtype="float32",
+        cache=str(shared_cache),
+        locks=str(tmp_path),  # another run on this machine does not meet them
+    )
 
     def recorded(*arguments: Any) -> Chips:
-        claimed.append(claim(*arguments))
-        return claimed[-1]
-
-    def made(model: Reference, **settings: Any) -> Rig:
-        usual = {"context": 128, "slots": 4, "dtype": "float32", "atom_dtype": "float32", "cache": str(shared_cache)}
-        config = Config(model=str(model.directory), decode_device="atom", **{**usual, **settings})
-        return Rig(open_decode(config, Model(model.directory)), model)
+        opened.claimed.append(claim(*arguments))
+        return opened.claimed[-1]
 
     monkeypatch.setattr(workers.devices.atom, "claim", recorded)
-    yield made
-    for chips in claimed:
+    yield opened
+    for chips in opened.claimed:
         chips.release()
     rebel._memory.clear()

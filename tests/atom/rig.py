@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 
-from pipeline.model import SIM
+from pipeline.config import Config
+from pipeline.model import SIM, Model
+from workers.chips import Chips
+from workers.devices import open_decode
+from workers.devices.family import FULL
 
 WINDOW = 16
+FLASH = {"context": 2048, "atom_partition": 1024}
 PIECE = 7  # tokens of a layer that are inserted at once
 CLOSE = 3e-4  # of logits up to ten
 SMALL = {
@@ -45,6 +51,7 @@ _VISION = {
 }
 FAMILIES = {
     "llama": transformers.LlamaConfig(**SMALL),
+    "llama-3": transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": 3}),
     "qwen2": transformers.Qwen2Config(**SMALL),
     "qwen2-hybrid": transformers.Qwen2Config(
         **{**SMALL, "num_hidden_layers": 3}, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
@@ -128,6 +135,15 @@ class Rig:
         self.insert(slot, prompt, scale)
         self.begin(slot, prompt)
 
+    def memory(self, slot: int) -> dict[str, torch.Tensor]:
+        """What the emulated chip holds for a slot: its blocks, and its windows, by their names."""
+        runtime = self.device._loaded.decoders[1].runtime
+        return {
+            name: runtime._caches[name][self.device._tables[slot].long() if caches.kind == FULL else [slot]]
+            for caches in self.device._caches
+            for name in caches.names()
+        }
+
     def step(self, times: int = 1) -> None:
         for _ in range(times):
             logits = self.device.step()
@@ -153,6 +169,47 @@ class Rig:
         self.step(steps)
         self.check(slot)
 
+    def spoil(self, slot: int, length: int) -> None:
+        """A job whose numbers overflow while it steps, so that what it writes is no number."""
+        for layer, (k, v) in enumerate(self.reference.cache(prompt_of(length))):
+            huge = [raw(torch.full_like(side, 3e38)) for side in (k, v)]
+            self.device.insert(slot, layer, length - k.shape[1], k.shape[1], *huge)
+        self.device.begin(slot, length, 1)
+        for _ in range(WINDOW):
+            assert not np.isfinite(self.device.step()[slot]).any()
+            self.device.commit(slot, 1)
+        self.device.evict(slot)
+
+
+class Opened:
+    """Opens devices, and remembers which chips they took."""
+
+    def __init__(self, **usual: Any) -> None:
+        self._usual = usual
+        self.claimed: list[Chips] = []
+
+    def __call__(self, model: Reference, **settings: Any) -> Rig:
+        config = Config(model=str(model.directory), decode_device="atom", **{**self._usual, **settings})
+        return Rig(open_decode(config, Model(model.directory)), model)
+
+    def release(self, rig: Rig) -> None:
+        """As if the worker's process had ended."""
+        self.claimed.remove(rig.device._chips)
+        rig.device._chips.release()
+
+
+Models = Callable[..., Reference]  # (family, seed=1)
+
+
+def vendors_own(model: Reference, directory: Path, **options: Any) -> Path:
+    """Compiled as the vendor's documents show it: without us, and without our graphs."""
+    usual = {"batch_size": 4, "max_seq_len": 128, "npu": "RBLN-CA22", "create_runtimes": False}
+    name = f"RBLN{type(model.model).__name__}"
+    import optimum.rbln  # only after the emulation is in its place
+
+    getattr(optimum.rbln, name).from_model(model.model, rbln_config=usual | options, model_save_dir=directory)
+    return directory
+
 
 def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
     generator = torch.Generator().manual_seed(length + 10000 * seed)
@@ -161,3 +218,7 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
 
 def raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def actions(caplog: pytest.LogCaptureFixture) -> set[str]:
+    return {getattr(record, "action", "") for record in caplog.records}

@@ -1,22 +1,18 @@
 """The atom device's slots against transformers' own `generate`: the vendor's real graphs, on the emulated chip."""
 
+import warnings
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import rebel
 import torch
-from rig import PIECE, WINDOW, Reference, Rig, prompt_of, raw
+from rig import FLASH, PIECE, WINDOW, Models, Opened, Rig, prompt_of, raw
 
 from pipeline.errors import DeviceError
 from workers.devices.atom.caches import ExportGraph, ImportGraph
 
-Opened = Callable[..., Rig]
-Models = Callable[[str], Reference]
-
 NEW = 6
-FLASH = {"context": 2048, "atom_partition": 1024}
 AT_THE_WINDOW = (WINDOW - 6, WINDOW - 1, WINDOW, WINDOW + 1, 60)  # the first one crosses it
 AT_THE_BLOCK = (1024 - 4, 500, 1024, 1500, 1023, 1025)  # the first one crosses into the second block
 CASES = {
@@ -85,7 +81,6 @@ def test_one_wrong_token_of_a_cache_gives_other_logits(opened: Opened, reference
     for wrong in (0, PIECE, 39):
 
         def altered(prompt: tuple[int, ...], wrong: int = wrong) -> list[tuple[torch.Tensor, torch.Tensor]]:
-            at = [slice(wrong - (len(prompt) - k.shape[1]), None)] if False else None  # noqa: F841
             layers = []
             for k, v in right(prompt):
                 row = wrong - (len(prompt) - k.shape[1])
@@ -161,6 +156,19 @@ def test_an_idle_row_writes_nothing_into_a_slot_that_is_being_filled(rig: Rig) -
         rig.check(slot)
 
 
+@pytest.mark.parametrize("family", ["qwen2-hybrid", "gemma3"])
+def test_the_row_of_a_window_that_no_token_has_is_zero(
+    opened: Opened, reference: Models, route: str, family: str
+) -> None:
+    rig = opened(reference(family), atom_import=route)
+    rig.serve(0, prompt_of(WINDOW - 1), 2 * WINDOW)
+    rig.fill(0, prompt_of(WINDOW))
+    for name, tensor in rig.memory(0).items():
+        if tensor.shape[2] == WINDOW:
+            assert not tensor[:, :, 0].any(), name
+            assert tensor[:, :, 1:].all(), name
+
+
 def test_graphs_that_want_the_longest_row_first_get_it_so(
     opened: Opened, reference: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,61 +187,37 @@ def test_graphs_that_want_the_longest_row_first_get_it_so(
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("side", [0, 1], ids="kv")
+@pytest.mark.parametrize("side", [0, 1], ids=["k", "v"])
 def test_a_cache_with_what_is_no_number_is_refused_and_its_slot_serves_the_next(
     llama: Rig, number: float, side: int
 ) -> None:
     sides = [torch.ones(2, 5, 12), torch.ones(2, 5, 12)]
     sides[side][1, 4, 11] = number
-    with pytest.raises(DeviceError, match="KV of layer 1 reaches .*float32 holds"):
+    with pytest.raises(DeviceError, match=r"KV of layer 1 reaches .*float32 holds"):
         llama.device.insert(0, 1, 0, 5, *(raw(tensor) for tensor in sides))
     assert llama.device.figures["overflows"] == 1
     llama.device.evict(0)
     llama.serve(0, prompt_of(20))
 
 
-def spoil(rig: Rig, slot: int, length: int) -> None:
-    """A job whose numbers overflow while it steps."""
-    for layer, (k, v) in enumerate(rig.reference.cache(prompt_of(length))):
-        huge = [raw(torch.full_like(side, 3e38)) for side in (k, v)]
-        rig.device.insert(slot, layer, length - k.shape[1], k.shape[1], *huge)
-    rig.device.begin(slot, length, 1)
-    for _ in range(WINDOW):
-        assert not np.isfinite(rig.device.step()[slot]).any()
-        rig.device.commit(slot, 1)
-    rig.device.evict(slot)
-
-
-def memory_of(rig: Rig, slot: int) -> list[torch.Tensor]:
-    """What the emulated chip holds for a slot: its blocks, and its windows."""
-    memory = rig.device._loaded.decoders[1].runtime._caches
-    return [
-        memory[name][rig.device._tables[slot].long() if caches.kind == "full_attention" else slot]
-        for caches in rig.device._caches
-        for name in caches.names()
-    ]
-
-
 def test_a_slot_whose_logits_overflowed_serves_the_next_job(rig: Rig) -> None:
-    spoil(rig, 0, 60)
-    assert any(tensor.isnan().any() for tensor in memory_of(rig, 0))
+    rig.spoil(0, 60)
+    assert any(tensor.isnan().any() for tensor in rig.memory(0).values())
     rig.fill(2, prompt_of(40))
     rig.serve(0, prompt_of(5))
-    assert not any(tensor.isnan().any() for tensor in memory_of(rig, 0))
+    assert not any(tensor.isnan().any() for tensor in rig.memory(0).values())
     rig.serve(0, prompt_of(70))
     rig.check(2)
 
 
-@pytest.mark.xfail(strict=True, reason="only the blocks that the next job's tokens fill are written, and cleaned")
 def test_a_slot_whose_second_block_overflowed_serves_a_job_of_one_block(
     opened: Opened, reference: Models, route: str
 ) -> None:
     rig = opened(reference("llama"), atom_import=route, **FLASH)
-    spoil(rig, 0, 1500)
+    rig.spoil(0, 1500)
     rig.serve(0, prompt_of(5))
 
 
-@pytest.mark.xfail(strict=True, reason="no slot counts as spoiled at the start")
 @pytest.mark.parametrize("shape", [{}, FLASH], ids=["eager", "flash"])
 def test_what_an_earlier_worker_left_in_the_chip_spoils_no_job(
     opened: Opened, reference: Models, shape: dict[str, int]
@@ -241,8 +225,7 @@ def test_what_an_earlier_worker_left_in_the_chip_spoils_no_job(
     first = opened(reference("llama"), atom_import="private", **shape)
     for tensor in first.device._loaded.decoders[1].runtime._caches.values():
         tensor.fill_(float("nan"))
-    first.device._chips.release()
-    opened.released(first)
+    opened.release(first)
     second = opened(reference("llama"), atom_import="private", **shape)
     assert second.device.figures["chips"] == first.device.figures["chips"]
     for slot in range(4):
@@ -266,7 +249,7 @@ def test_a_cache_beyond_the_chips_range_is_refused_with_its_layer_and_the_slot_s
         one = raw(torch.ones((2, 3, 12), dtype=rig.wire))
         for sides in ((too_far, one), (one, too_far)):
             rig.device.insert(0, 0, 0, 3, one, one)
-            with pytest.raises(DeviceError, match=r"KV of layer 1 reaches .*7.*e\+04.* float16 holds ±65504"):
+            with pytest.raises(DeviceError, match=r"KV of layer 1 reaches .*70\d{3}, torch\.float16 holds ±65504"):
                 rig.device.insert(0, 1, 0, 3, *sides)
             rig.device.evict(0)
     assert rig.device.figures["overflows"] == 4
@@ -294,6 +277,10 @@ def test_what_would_give_wrong_text_is_refused_and_nothing_is_broken_afterwards(
     for start, tokens in ((room, 1), (-1, 1), (0, 0), (room - 1, 2)):
         with pytest.raises(DeviceError, match="do not fit"):
             device.insert(0, 0, start, tokens, row * tokens, row * tokens)
+    for layer, shape in enumerate(device.geometry.layers):
+        if shape.window:
+            with pytest.raises(DeviceError, match=f"do not fit layer {layer}"):
+                device.insert(0, layer, 0, WINDOW + 1, row * (WINDOW + 1), row * (WINDOW + 1))
     for k, v in ((row, row * 2), (row * 2, row), (row * 3, row * 3), (b"", b"")):
         with pytest.raises(DeviceError, match="bytes for 2 tokens"):
             device.insert(0, 0, 0, 2, k, v)
@@ -313,7 +300,7 @@ def test_what_would_give_wrong_text_is_refused_and_nothing_is_broken_afterwards(
             device.commit(3, token)
     for length in (19, 21):  # of 20
         rig.insert(0, prompt_of(20))
-        with pytest.raises(DeviceError, match="layer 0 of slot 0 lacks some"):
+        with pytest.raises(DeviceError, match=r"layer \d of slot 0 lacks some"):
             device.begin(0, length, 1)
         device.evict(0)
     rig.step()
@@ -335,7 +322,7 @@ def test_a_cache_that_lacks_a_layer_or_tokens_does_not_begin(rig: Rig) -> None:
         [piece for piece in pieces if piece[1] != last],
         [piece for piece in pieces if piece is not middle],
         [piece for piece in pieces if piece[2:4] != (35, 5)],
-        [piece for piece in pieces if piece[2] + PIECE < 40 - WINDOW or piece[1] != last][1:],
+        pieces[1:],
     ):
         for piece in kept:
             rig.device.insert(*piece)
@@ -345,7 +332,6 @@ def test_a_cache_that_lacks_a_layer_or_tokens_does_not_begin(rig: Rig) -> None:
     rig.serve(0, prompt)
 
 
-@pytest.mark.xfail(strict=True, reason="only the first piece's place and the count of all tokens are checked")
 def test_one_piece_twice_does_not_make_up_for_another_that_is_missing(llama: Rig) -> None:
     for layer, (k, v) in enumerate(llama.reference.cache(prompt_of(3 * PIECE))):
         for start in (0, PIECE, PIECE):
@@ -379,19 +365,26 @@ def block(number: int) -> torch.Tensor:
     return torch.tensor([number], dtype=torch.int16)
 
 
+def traced(graph: torch.nn.Module, *inputs: torch.Tensor) -> Callable[..., list[torch.Tensor]]:
+    with warnings.catch_warnings():
+        for message in ("torch.tensor results are", "Encountering a list at the output"):
+            warnings.filterwarnings("ignore", message, torch.jit.TracerWarning)
+        warnings.filterwarnings("ignore", ".torch.jit.trace", DeprecationWarning)
+        return torch.jit.trace(graph, inputs, check_trace=False)
+
+
 def test_a_traced_import_graph_writes_the_block_that_it_is_told_at_each_call() -> None:
-    traced = torch.jit.trace(ImportGraph(), (*fresh(0), block(1), *caches()), check_trace=False)
+    write = traced(ImportGraph(), *fresh(0), block(1), *caches())
     memory = caches()
     k, v = fresh(1)
-    traced(k, v, block(3), *memory)
+    write(k, v, block(3), *memory)
     for index, (tensor, before) in enumerate(zip(memory, caches(), strict=True)):
         assert torch.equal(tensor[3], (k, v)[index % 2][index // 2])
         assert torch.equal(tensor[:3], before[:3])
 
 
 def test_a_traced_export_graph_reads_the_block_that_it_is_told_at_each_call() -> None:
-    traced = torch.jit.trace(ExportGraph(), (block(1), *caches()), check_trace=False)
+    read = traced(ExportGraph(), block(1), *caches())
     memory = [tensor + torch.arange(4.0).view(4, 1, 1, 1) * 100 for tensor in caches()]
-    read: list[Any] = traced(block(2), *memory)
-    for tensor, answer in zip(memory, read, strict=True):
+    for tensor, answer in zip(memory, read(block(2), *memory), strict=True):
         assert torch.equal(answer, tensor[2:3])

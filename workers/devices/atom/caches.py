@@ -65,8 +65,12 @@ Pieces = Mapping[int, Sequence[Piece]]  # by layer
 class Route(Protocol):
     name: str
 
-    def write(self, caches: Caches, spans: Sequence[Span], pieces: Pieces, *, whole: bool) -> None:
-        """Between steps only. whole: also the rows that no token has, for what is in them may not be numbers."""
+    def write(self, caches: Caches, spans: Sequence[Span], pieces: Pieces) -> None:
+        """Between steps only, as is `clean`."""
+        ...
+
+    def clean(self, caches: Caches, blocks: Sequence[int]) -> None:
+        """Whatever is in these blocks, afterwards it is numbers."""
         ...
 
     def read(self, caches: Caches, span: Span) -> list[torch.Tensor]:
@@ -126,16 +130,23 @@ class GraphRoute:
             one.kind: [torch.zeros((len(one.layers), *one.shape[1:]), dtype=one.dtype) for _ in "kv"] for one in caches
         }
 
-    def write(self, caches: Caches, spans: Sequence[Span], pieces: Pieces, *, whole: bool) -> None:  # noqa: ARG002 - always
+    def write(self, caches: Caches, spans: Sequence[Span], pieces: Pieces) -> None:
         """What stands beyond a span's rows is of an earlier one: numbers, and no step sees them."""
         for span in spans:
             for index, layer in enumerate(caches.layers):
                 for side, stage in enumerate(self._stage[caches.kind]):
                     _place(stage[index], span, pieces[layer], side)
-            self._runtimes[IMPORT + caches.kind](*self._stage[caches.kind], _block(span))
+            self._run_import(caches, span.block)
+
+    def clean(self, caches: Caches, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._run_import(caches, block)
 
     def read(self, caches: Caches, span: Span) -> list[torch.Tensor]:
-        return [tensor[0, :, : span.rows] for tensor in self._runtimes[EXPORT + caches.kind](_block(span))]
+        return [tensor[0, :, : span.rows] for tensor in self._runtimes[EXPORT + caches.kind](_number(span.block))]
+
+    def _run_import(self, caches: Caches, block: int) -> None:
+        self._runtimes[IMPORT + caches.kind](*self._stage[caches.kind], _number(block))
 
 
 class PrivateRoute:
@@ -149,13 +160,18 @@ class PrivateRoute:
         self._runtime = runtime
         self._hosts = {one.kind: self._host(one) for one in caches}
 
-    def write(self, caches: Caches, spans: Sequence[Span], pieces: Pieces, *, whole: bool) -> None:
+    def write(self, caches: Caches, spans: Sequence[Span], pieces: Pieces) -> None:
         host = self._hosts[caches.kind]
         for index, name in enumerate(caches.names()):
             layer, side = caches.layers[index // 2], index % 2
             for span in spans:
                 _place(host[span.block], span, pieces[layer], side)
-                self._runtime._update_kv_cache(host, span.block, 0, caches.width if whole else span.rows, name)
+                self._runtime._update_kv_cache(host, span.block, 0, span.rows, name)
+
+    def clean(self, caches: Caches, blocks: Sequence[int]) -> None:
+        for name in caches.names():
+            for block in blocks:
+                self._runtime._update_kv_cache(self._hosts[caches.kind], block, 0, caches.width, name)
 
     def read(self, caches: Caches, span: Span) -> list[torch.Tensor]:
         host, answers = self._hosts[caches.kind], []
@@ -188,5 +204,5 @@ def _place(rows: torch.Tensor, span: Span, pieces: Sequence[Piece], side: int) -
             rows[:, begin - span.first : end - span.first] = fresh
 
 
-def _block(span: Span) -> torch.Tensor:
-    return torch.tensor([span.block], dtype=torch.int16)
+def _number(block: int) -> torch.Tensor:
+    return torch.tensor([block], dtype=torch.int16)

@@ -44,6 +44,9 @@ def load(config: Config, model: Model, chips: Sequence[int], npu: str) -> Any:
     directory = Path(config.atom_compiled).expanduser() if config.atom_compiled else _place(config, digest, npu)
     with _only_one(directory):
         if not (directory / "rbln_config.json").is_file():
+            if directory.is_dir() and any(directory.iterdir()):
+                remedy = "holds other files and no compiled model: name another directory, or an empty one"
+                raise ConfigError("KVR_ATOM_COMPILED", directory, remedy)
             _compile(config, model, digest, directory, npu)
     _check_note(directory, digest)
     name = json.loads((directory / "rbln_config.json").read_text(encoding="utf-8"))["cls_name"].removesuffix("Config")
@@ -122,7 +125,6 @@ def _compile(config: Config, model: Model, digest: str, directory: Path, npu: st
     except RuntimeError as error:
         raise DeviceError(f"{config.name} does not compile for {npu}: {_line(error)}") from error
     (unfinished / NOTE).write_text(json.dumps({"model": digest}), encoding="utf-8")
-    shutil.rmtree(directory, ignore_errors=True)
     os.replace(unfinished, directory)
 
 

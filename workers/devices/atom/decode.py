@@ -49,13 +49,15 @@ class AtomDecode:
         self._length = [0] * self.slots  # tokens in the cache; 0: idle
         self._input = [0] * self.slots
         self._arriving: dict[int, dict[int, list[Piece]]] = {}  # slot → layer → pieces, until the slot begins
-        self._spoiled: set[int] = set()  # slots with rows that are no numbers, which a mask does not hide from a sum
+        self._spoiled = set(range(self.slots))  # slots in which something may be no number: what was there before us
         self.figures: dict[str, str | int] = {
             "chips": ",".join(map(str, chips.numbers)),
             "overflows": 0,
             "local_fallbacks": 0,
         }
         self.route = self._open_route(config)
+        for slot in range(self.slots):
+            self._clean(slot)
         self.figures["kv_import"] = self.route.name if self.route else "none"
 
     @property
@@ -91,6 +93,7 @@ class AtomDecode:
         if pieces is None:
             raise DeviceError(f"slot {slot} was not filled")
         if pieces:
+            self._clean(slot)
             self._write(self.route, slot, length, pieces)
         self._length[slot], self._input[slot] = length, token
 
@@ -99,6 +102,9 @@ class AtomDecode:
         if self._length[slot]:
             raise DeviceError(f"slot {slot} is in use")
         self._check_tokens(tokens)
+        if len(tokens) >= self.max_tokens:
+            raise DeviceError(f"{len(tokens)} tokens leave no room to step in a slot of {self.max_tokens}")
+        self._clean(slot)
         if self._rbln.use_bidirectional_prefill:  # optimum-rbln 0.12 compiles Gemma-3's text model so
             if 1 not in self._loaded.decoders:
                 raise DeviceError(
@@ -189,11 +195,23 @@ class AtomDecode:
     def _write(self, route: Route, slot: int, length: int, pieces: dict[int, list[Piece]]) -> None:
         for caches in self._caches:
             for layer in caches.layers:
-                first = self.geometry.layers[layer].first_token(length)
-                if sum(piece.tokens for piece in pieces[layer]) != length - first or pieces[layer][0].start != first:
-                    raise DeviceError(f"layer {layer} of slot {slot} lacks some of the tokens {first} to {length}")
-            route.write(caches, self._spans(caches, slot, length), pieces, whole=slot in self._spoiled)
-        self._spoiled.discard(slot)
+                next_token = self.geometry.layers[layer].first_token(length)
+                for piece in pieces[layer]:
+                    if piece.start == next_token:
+                        next_token += piece.tokens
+                if next_token != length:
+                    raise DeviceError(
+                        f"layer {layer} of slot {slot} lacks some of the tokens up to {length}: {next_token} came"
+                    )
+        for caches in self._caches:
+            route.write(caches, self._spans(caches, slot, length), pieces)
+
+    def _clean(self, slot: int) -> None:
+        """A mask does not hide from a sum what is no number: 0 × NaN is NaN."""
+        if slot in self._spoiled and self.route is not None:
+            for caches in self._caches:
+                self.route.clean(caches, self._tables[slot].tolist() if caches.kind == FULL else [slot])
+            self._spoiled.discard(slot)
 
     def _spans(self, caches: Caches, slot: int, length: int) -> list[Span]:
         """Where the tokens of a slot lie."""
@@ -263,14 +281,14 @@ class AtomDecode:
     # Checking
 
     def _check_shape(self, config: Config) -> None:
+        if len(self._kind) != len(self.geometry.layers):
+            raise DeviceError(f"the compiled model has {len(self._kind)} layers, this one {len(self.geometry.layers)}")
         for caches in self._caches:
             if (caches.shape[1], caches.shape[3]) != (self.geometry.kv_heads, self.geometry.head_dim):
                 raise DeviceError(f"the compiled model has KV caches {caches.shape}, which are not this model's")
             for layer in caches.layers:
                 if (self.geometry.layers[layer].window is None) != (caches.kind == FULL):
                     raise DeviceError(f"layer {layer} is {caches.kind} in the compiled model, and not in this one")
-        if len(self._kind) != len(self.geometry.layers):
-            raise DeviceError(f"the compiled model has {len(self._kind)} layers, this one {len(self.geometry.layers)}")
         if self._rbln.max_seq_len < config.context:
             raise DeviceError(f"KVR_CONTEXT={config.context}: the compiled model holds {self._rbln.max_seq_len} tokens")
 
