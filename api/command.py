@@ -155,7 +155,8 @@ def _devices(config: Config, _arguments: argparse.Namespace) -> int:
             raise ConfigError(f"KVR_{role.upper()}_PYTHON", python, f"cannot be run ({error.strerror})") from error
         if asked.returncode:
             failed = True
-            print(f"{role:9}{device:8}{'-':>5}  {asked.stderr.strip().splitlines()[-1]}")
+            said = asked.stderr.strip().splitlines() or [f"{python} ended with code {asked.returncode}"]
+            print(f"{role:9}{device:8}{'-':>5}  {said[-1]}")
             continue
         for chip in json.loads(asked.stdout.splitlines()[-1]):
             print(f"{role:9}{device:8}{chip['chip']:>5}  {chip['name']:24}{chip['holder'] or '-'}")

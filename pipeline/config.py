@@ -59,7 +59,7 @@ class Config:
     no_worker_seconds: float = _setting(10.0, "how long a waiting client waits for a worker to appear: 503")
     grace_seconds: float = _setting(3.0, "running jobs may finish for so long after SIGTERM")
 
-    locks: str = _setting("/tmp", "folder of the locks that say who has which chip; one for the whole machine")  # noqa: S108
+    locks: str = _setting("/run/lock", "folder of the locks that say who has which chip; one for the whole machine")
     atom_compiled: str = _setting(
         "", "atom: directory of the compiled model; empty: in KVR_CACHE, compiled when missing"
     )

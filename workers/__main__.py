@@ -76,8 +76,12 @@ def main() -> int:
         return 1
 
 
+def _device(role: str, config: Config) -> str:
+    return config.prefill_device if role == "prefill" else config.decode_device
+
+
 def _devices(role: str, config: Config) -> list[dict[str, str | int | None]]:
-    device = config.prefill_device if role == "prefill" else config.decode_device
+    device = _device(role, config)
     return [
         {"device": device, "chip": number, "name": name, "holder": holder(config.locks, device, number)}
         for number, name in chips(role, config).items()
@@ -88,7 +92,7 @@ async def _work(role: str, config: Config, factory: str) -> int:
     model = Model.locate(config)
     tokenizer = Tokenizer.from_file(str(model.tokenizer_file))
     device = (open_prefill if role == "prefill" else open_decode)(config, model, factory)
-    station = Station(role, config)
+    station = Station(role, config, factory or _device(role, config))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, station.draining.set)
 

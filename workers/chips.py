@@ -6,7 +6,7 @@ The locks are files in KVR_LOCKS, one folder for the whole machine: containers t
 import contextlib
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,21 +28,21 @@ class Chips:
 def claim(locks: str, device: str, among: Sequence[int], count: int) -> Chips:
     """The first `count` free chips. Raises DeviceError, which says who has them, if there are not so many."""
     held: dict[int, int] = {}
-    for number in among:
-        descriptor = _open(_path(locks, device, number))
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(descriptor)
-            continue
-        held[number] = descriptor
-        _sign(descriptor)
+    with _one_at_a_time(locks, device):
+        for number in among:
+            descriptor = _open(_path(locks, device, number))
+            if len(held) < count and _lock(descriptor):
+                held[number] = descriptor
+            else:
+                os.close(descriptor)
         if len(held) == count:
+            for descriptor in held.values():
+                _sign(descriptor)
             return Chips(tuple(held), tuple(held.values()))
-    taken = [f"{number} is held by {holder(locks, device, number)}" for number in among if number not in held]
-    for descriptor in held.values():
-        os.close(descriptor)
-    why = "; ".join(taken) or f"only {len(among)} are here and allowed"
+        for descriptor in held.values():
+            os.close(descriptor)
+        taken = [f"{number} is held by {_holder(locks, device, number)}" for number in among if number not in held]
+    why = "; ".join(taken) or f"{len(among)} in all"
     raise DeviceError(
         f"this worker needs {count} free {device} chip{'s' * (count > 1)}, and there are {len(held)}: {why}"
     )
@@ -50,17 +50,39 @@ def claim(locks: str, device: str, among: Sequence[int], count: int) -> Chips:
 
 def holder(locks: str, device: str, number: int) -> str | None:
     """Who has a chip, None if nobody."""
-    path = _path(locks, device, number)
-    if not path.exists():
+    if not _path(locks, device, number).exists():
         return None
-    descriptor = _open(path)
+    with _one_at_a_time(locks, device):
+        return _holder(locks, device, number)
+
+
+def _holder(locks: str, device: str, number: int) -> str | None:
+    descriptor = _open(_path(locks, device, number))
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
+        if _lock(descriptor):
+            return None
         return os.pread(descriptor, 100, 0).decode(errors="replace") or "a process of another user"
     finally:
         os.close(descriptor)
-    return None
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _one_at_a_time(locks: str, device: str) -> Iterator[None]:
+    """Who looks holds a lock for a moment, too, and two that need two chips each must not end with one."""
+    descriptor = _open(Path(locks) / f"kvrelay-{device}.lock")
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _path(locks: str, device: str, number: int) -> Path:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from brokers.credits import Credits
 from brokers.kv_receiver import KVReceiver
 from brokers.token_log import Append, TokenLog
-from pipeline.config import Config
 from pipeline.errors import ConfigError, DeviceError, KVRelayError, RedisAway, RedisRefused, TransferError
 from pipeline.frames import Commit
 from pipeline.generation import Emission, Generation
@@ -59,7 +58,7 @@ class DecodeWorker:
         config = station.config
         self._station = station
         self._device = device
-        self._refills = _refills(device, config)
+        self._refills = _refills(station, device)
         self._model = model
         self._decode = decode
         self._log = TokenLog(station.store)
@@ -83,7 +82,7 @@ class DecodeWorker:
     async def run(self) -> None:
         """Until the station drains; then running jobs may finish for the grace time, the rest is handed back."""
         facts: Figures = {
-            "device": self._station.config.decode_device,
+            "device": self._station.device,
             "slots": self._device.slots,
             "endpoint": self._receiver.endpoint,
         }
@@ -148,17 +147,18 @@ class DecodeWorker:
     def _advance(self, evicted: list[int], admitted: list[tuple[int, Sequence]], running: dict[int, Sequence]) -> Step:
         """In the compute thread: the device, and what follows from its logits. Never raises for one job's sake."""
         step = Step()
-        with self._station.vitals.device_call():
-            for slot in evicted:
-                self._device.evict(slot)
-            for slot, sequence in admitted:
+        for slot in evicted:
+            self._device.evict(slot)
+        for slot, sequence in admitted:
+            with self._station.vitals.device_call():
                 try:
                     if (reason := self._insert(slot, sequence)) is not None:
                         step.fallbacks[sequence] = reason
                 except Exception as error:
                     step.failures[sequence] = f"insert: {type(error).__name__}: {error}"
-            going = {slot: sequence for slot, sequence in running.items() if sequence not in step.failures}
-            if going:
+        going = {slot: sequence for slot, sequence in running.items() if sequence not in step.failures}
+        if going:
+            with self._station.vitals.device_call():
                 try:
                     logits = self._device.step()
                 except Exception as error:
@@ -195,8 +195,11 @@ class DecodeWorker:
                 raise
             reason = f"{type(error).__name__}: {error}"
             self._device.evict(slot)
-            self._refills.refill(slot, tokens)
-            self._device.begin(slot, len(tokens), token)
+            try:
+                self._refills.refill(slot, tokens)
+                self._device.begin(slot, len(tokens), token)
+            except Exception as second:
+                raise DeviceError(f"{second}; and before: {reason}") from second
         return reason
 
     def _settle(self, step: Step) -> None:
@@ -388,12 +391,12 @@ class DecodeWorker:
         }
 
 
-def _refills(device: DecodeDevice, config: Config) -> RefillsSlots | None:
+def _refills(station: Station, device: DecodeDevice) -> RefillsSlots | None:
     """The device again, if it may prefill what it could not take in."""
-    if config.fallback != "local":
+    if station.config.fallback != "local":
         return None
     if not isinstance(device, RefillsSlots):
-        raise ConfigError("KVR_FALLBACK", "local", f"the {config.decode_device} device cannot prefill: leave it empty")
+        raise ConfigError("KVR_FALLBACK", "local", f"the {station.device} device cannot prefill: leave it empty")
     return device
 
 

@@ -26,7 +26,9 @@ Figures = dict[str, str | int | float]
 
 
 class Station:
-    def __init__(self, role: str, config: Config) -> None:
+    def __init__(self, role: str, config: Config, device: str) -> None:
+        """device: its name, for people."""
+        self.device = device
         self.worker = f"{role}-{secrets.token_hex(3)}"
         self.config = config
         self.store = Store(config)

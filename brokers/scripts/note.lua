@@ -1,6 +1,9 @@
--- A line for the job's timeline, from its holder, or from its last one when it is over. ARGV  4 id  5 lease  6 event  7 detail.
--- A record for people: nothing decides on it.
-local job = read(ARGV[4])
-if not job.status or not (over(job) or holds(job, ARGV[5])) then return 0 end
-note(ARGV[4], ARGV[6], ARGV[7])
+-- A line for the job's timeline, from its holder; or after its end, for the holder's words may come late.
+-- ARGV  4 id  5 lease  6 event  7 detail. A record for people: nothing decides on it.
+local id, lease, event, detail = ARGV[4], ARGV[5], ARGV[6], string.gsub(ARGV[7], '%s+', ' ')
+local job = read(id)
+if not job.status or not (over(job) or holds(job, lease)) then return 0 end
+local before = redis.call('HGET', job_key(id), 'timeline') or ''
+if string.find(before, ' ' .. event .. ' ' .. detail, 1, true) then return 0 end
+note(id, event, detail)
 return 1

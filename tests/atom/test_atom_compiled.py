@@ -14,10 +14,13 @@ from typing import Any
 import optimum.rbln
 import pytest
 import rebel
+from optimum.rbln.transformers.modeling_attention_utils import ATOM_ATTENTION_LIMITS
 from optimum.rbln.utils.runtime_utils import compiler_num_devices_kwarg
 from rig import FLASH, WINDOW, Models, Opened, actions, prompt_of, vendors_own
 
 from pipeline.errors import ConfigError, DeviceError
+from workers.chips import claim, holder
+from workers.devices.atom.compiled import LONGEST_EAGER, PARTITIONS
 
 WAITING_SECONDS = 0.3
 CHILD_SECONDS = 30
@@ -41,14 +44,15 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_a_second_worker_compiles_nothing(
-    opened: Opened, reference: Models, tmp_path: Path, compilations: list[dict[str, Any]]
+    opened: Opened, reference: Models, route: str, tmp_path: Path, compilations: list[dict[str, Any]]
 ) -> None:
-    opened(reference("llama"), cache=str(tmp_path))
-    assert len(compilations) == 5  # prefill, decode of 4 and of 1, import and export
+    graphs = 5 if route == "graph" else 3  # prefill, decode of 4 and of 1; import and export
+    opened(reference("llama"), cache=str(tmp_path), atom_import=route)
+    assert len(compilations) == graphs
     (directory,) = (path for path in (tmp_path / "compiled").iterdir() if path.is_dir())
     before = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
-    opened(reference("llama"), cache=str(tmp_path)).serve(1, prompt_of(20))
-    assert len(compilations) == 5
+    opened(reference("llama"), cache=str(tmp_path), atom_import=route).serve(1, prompt_of(20))
+    assert len(compilations) == graphs
     assert {path: path.stat().st_mtime_ns for path in directory.iterdir()} == before
 
 
@@ -60,10 +64,11 @@ def test_a_second_worker_compiles_nothing(
 def test_what_changes_the_compiled_model_has_it_compiled_again(
     opened: Opened, reference: Models, tmp_path: Path, compilations: list[dict[str, Any]], change: dict[str, Any]
 ) -> None:
-    opened(reference("llama"), cache=str(tmp_path))
+    before = {"cache": str(tmp_path), "context": 2048 if change is FLASH else 128}
+    opened(reference("llama"), **before)
     compilations.clear()
     settings = {name: value for name, value in change.items() if name != "seed"}
-    opened(reference("llama", change.get("seed", 1)), cache=str(tmp_path), **settings)
+    opened(reference("llama", change.get("seed", 1)), **before | settings)
     assert compilations
 
 
@@ -78,11 +83,12 @@ def test_a_worker_waits_for_another_that_compiles_the_same(
     done, directory = tmp_path / "done", tmp_path / "compiled"
     opened(reference("llama"), atom_compiled=str(done))
     compilations.clear()
-    with Path(f"{directory}.lock").open("w") as lock:
+    directory.mkdir()
+    with (directory / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
         def finish() -> None:
-            shutil.copytree(done, directory)
+            shutil.copytree(done, directory, dirs_exist_ok=True, ignore=lambda *_: [".lock"])
             fcntl.flock(lock, fcntl.LOCK_UN)
 
         other = threading.Timer(WAITING_SECONDS, finish)
@@ -120,15 +126,22 @@ def test_a_directory_that_the_vendor_saved_elsewhere_works(opened: Opened, refer
     rig.serve(0, prompt_of(40))
 
 
-def test_the_vendors_own_choice_of_blocks_works(opened: Opened, reference: Models, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("blocks", "slots"), [(3, 1), (4, 2)])
+def test_the_vendors_own_choice_of_blocks_works(
+    opened: Opened, reference: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, slots: int
+) -> None:
+    """It compiles with one block, and then makes as many as it finds room for."""
+    room = staticmethod(lambda **_: blocks)
+    monkeypatch.setattr(optimum.rbln.RBLNLlamaForCausalLM, "estimate_num_kvcache_blocks", room)
     options = {"max_seq_len": 2048, "kvcache_partition_len": 1024, "batch_size": 2, "attn_impl": "flash_attn"}
     directory = vendors_own(reference("llama"), tmp_path / "compiled", **options)
     rig = opened(reference("llama"), context=2048, slots=2, atom_compiled=str(directory))
-    rig.fill(0, prompt_of(1022))
-    rig.fill(1, prompt_of(1030))
+    assert rig.device.slots == slots
+    for slot in range(slots):
+        rig.fill(slot, prompt_of(1022 + slot))
     rig.step(3)
-    rig.check(0)
-    rig.check(1)
+    for slot in range(slots):
+        rig.check(slot)
 
 
 def test_a_directory_of_another_model_is_refused(opened: Opened, reference: Models, tmp_path: Path) -> None:
@@ -254,23 +267,44 @@ def test_another_vendors_class_is_refused(opened: Opened, reference: Models, tmp
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"context": 9216, "atom_partition": 2048}, r"\(9216\) must be a multiple"),
-        ({"context": 2048, "atom_partition": 512}, "out of the ATOM supported range"),
-        ({"context": 1024, "atom_partition": 1024}, r"\(1024\) must be a multiple"),
+        ({"context": 9216, "atom_partition": 2048}, "KVR_ATOM_PARTITION=2048: KVR_CONTEXT=9216 must be a multiple"),
+        ({"context": 2048, "atom_partition": 512}, "KVR_ATOM_PARTITION=512: must be 0, or 1024 to 32768"),
+        (
+            {"context": 1024, "atom_partition": 1024},
+            "KVR_ATOM_PARTITION=1024: KVR_CONTEXT=1024 must be .* at least twice",
+        ),
+        ({"context": 40000}, "KVR_CONTEXT=40000: .*32768"),
     ],
-    ids=["no-multiple", "too-small", "one-block"],
+    ids=["no-multiple", "too-small", "one-block", "too-long"],
 )
-def test_a_shape_that_the_vendor_refuses_ends_with_its_reason(
+def test_a_shape_that_the_chip_cannot_have_is_refused_with_the_setting(
     opened: Opened, reference: Models, settings: dict[str, int], reason: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"KVR_CONTEXT.*optimum-rbln refuses the shape: .*{reason}"):
-        opened(reference("llama"), **settings)
+    long = reference("llama")
+    config = json.loads((long.directory / "config.json").read_text())
+    assert config["max_position_embeddings"] == 16384
+    with pytest.raises(ConfigError, match=reason):
+        opened(long, **settings)
+
+
+def test_the_limits_of_a_shape_are_the_vendors() -> None:
+    limits = ATOM_ATTENTION_LIMITS
+    assert limits.max_eager_seq_len == LONGEST_EAGER
+    assert (limits.min_flash_partition_len, limits.max_flash_partition_len) == PARTITIONS
+
+
+def test_what_else_the_vendor_refuses_ends_with_its_reason(
+    opened: Opened, reference: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rebel, "NPU", "RBLN-XX99")
+    with pytest.raises(DeviceError, match="does not compile for RBLN-XX99: Unknown npu name"):
+        opened(reference("llama"))
 
 
 def test_a_compilation_that_was_killed_is_no_obstacle(
     opened: Opened, reference: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, unfinished = tmp_path / "compiled", tmp_path / "compiled.unfinished"
+    directory, unfinished = tmp_path / "compiled", tmp_path / "compiled" / ".unfinished"
 
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -280,7 +314,7 @@ def test_a_compilation_that_was_killed_is_no_obstacle(
         with pytest.raises(KeyboardInterrupt):
             opened(reference("llama"), atom_compiled=str(directory))
     assert unfinished.is_dir()
-    assert not directory.exists()
+    (directory / "prefill.rbln").write_text("moved already, when the power went")
     (unfinished / "rbln_config.json").write_text("{")
     (unfinished / "left").write_text("from another time")
     opened(reference("llama"), atom_compiled=str(directory)).serve(0, prompt_of(20))
@@ -300,7 +334,55 @@ def test_a_directory_with_something_else_in_it_is_not_emptied(
     assert (directory / "precious").exists()
 
 
+def test_a_directory_that_cannot_be_written_is_a_sentence(opened: Opened, reference: Models, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(DeviceError, match="nothing can be compiled into"):
+        opened(reference("llama"), atom_compiled=str(tmp_path / "file" / "compiled"))
+
+
+def test_a_compiled_model_that_is_there_needs_no_place_to_write(
+    opened: Opened, reference: Models, tmp_path: Path
+) -> None:
+    directory = tmp_path / "compiled"
+    opened(reference("llama"), atom_compiled=str(directory))
+    (directory / ".lock").unlink()
+    opened(reference("llama"), atom_compiled=str(directory)).serve(0, prompt_of(9))
+    assert not (directory / ".lock").exists()
+
+
+@pytest.mark.parametrize(("field", "value"), [("sliding_window", 32), ("rope_theta", 5000.0)])
+def test_a_directory_without_a_note_must_have_the_models_windows_and_angles(
+    opened: Opened, reference: Models, tmp_path: Path, field: str, value: float
+) -> None:
+    directory = vendors_own(reference("gemma3"), tmp_path / "compiled")
+    text = json.loads((directory / "config.json").read_text())
+    if field == "rope_theta":
+        text["rope_parameters"]["full_attention"][field] = value
+    else:
+        text[field] = value
+    (directory / "config.json").write_text(json.dumps(text))
+    with pytest.raises(DeviceError, match="the compiled model is another one"):
+        opened(reference("gemma3"), atom_compiled=str(directory))
+
+
 # Chips
+
+
+def test_who_looks_at_a_lock_is_in_nobodys_way(tmp_path: Path) -> None:
+    watching = threading.Event()
+
+    def watch() -> None:
+        while not watching.is_set():
+            holder(str(tmp_path), "atom", 0)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        for _ in range(2000):
+            claim(str(tmp_path), "atom", [0], 1).release()
+    finally:
+        watching.set()
+        watcher.join()
 
 
 def test_two_devices_never_have_the_same_chip_and_a_third_is_told_who_has_them(
@@ -357,7 +439,7 @@ def test_only_the_chips_that_the_setting_names_are_taken(opened: Opened, referen
     assert opened(reference("llama"), atom_chips="5,3").device.figures["chips"] == "3"
     with pytest.raises(DeviceError, match="1 is held by"):
         opened(reference("llama"), atom_chips="1")
-    with pytest.raises(DeviceError, match="only 0 are here and allowed"):
+    with pytest.raises(ConfigError, match="KVR_ATOM_CHIPS=64: no chip 64 is here, only 0, 1"):
         opened(reference("llama"), atom_chips="64")
 
 

@@ -169,6 +169,23 @@ def test_the_row_of_a_window_that_no_token_has_is_zero(
             assert tensor[:, :, 1:].all(), name
 
 
+def test_a_row_is_shown_all_up_to_its_own_token_and_nothing_later(
+    opened: Opened, reference: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The emulated attention is causal with any mask, so tokens do not show it."""
+    rig, seen = opened(reference("gemma3")), []
+    decoders = rig.device._loaded.decoders
+    decode = decoders[4]
+    monkeypatch.setitem(decoders, 4, lambda **inputs: seen.append(inputs) or decode(**inputs))
+    for slot, length in enumerate((20, 50)):
+        rig.fill(slot, prompt_of(length))
+    rig.step()
+    (inputs,) = seen
+    assert inputs["cache_position"].flatten().tolist() == [50, 20, 0, 0]
+    assert inputs["attention_mask"].sum(1).tolist() == [51, 21, 1, 1]
+    assert inputs["attention_mask"][0, :51].all()
+
+
 def test_graphs_that_want_the_longest_row_first_get_it_so(
     opened: Opened, reference: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,16 +237,12 @@ def test_a_slot_whose_second_block_overflowed_serves_a_job_of_one_block(
 
 @pytest.mark.parametrize("shape", [{}, FLASH], ids=["eager", "flash"])
 def test_what_an_earlier_worker_left_in_the_chip_spoils_no_job(
-    opened: Opened, reference: Models, shape: dict[str, int]
+    opened: Opened, reference: Models, monkeypatch: pytest.MonkeyPatch, shape: dict[str, int], route: str
 ) -> None:
-    first = opened(reference("llama"), atom_import="private", **shape)
-    for tensor in first.device._loaded.decoders[1].runtime._caches.values():
-        tensor.fill_(float("nan"))
-    opened.release(first)
-    second = opened(reference("llama"), atom_import="private", **shape)
-    assert second.device.figures["chips"] == first.device.figures["chips"]
+    monkeypatch.setattr(rebel, "RUBBISH", float("nan"))
+    rig = opened(reference("llama"), atom_import=route, **shape)
     for slot in range(4):
-        second.serve(slot, prompt_of(5))
+        rig.serve(slot, prompt_of(5))
 
 
 # Range
@@ -323,6 +336,7 @@ def test_a_cache_that_lacks_a_layer_or_tokens_does_not_begin(rig: Rig) -> None:
         [piece for piece in pieces if piece is not middle],
         [piece for piece in pieces if piece[2:4] != (35, 5)],
         pieces[1:],
+        [(slot, layer, start + 1, *rest) for slot, layer, start, *rest in pieces],
     ):
         for piece in kept:
             rig.device.insert(*piece)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import rebel
 from rig import FLASH, WINDOW, Models, Opened, Rig, actions, prompt_of, vendors_own
@@ -66,6 +67,18 @@ def test_a_route_that_writes_the_wrong_rows_is_found_at_the_start(
     monkeypatch.setattr(rebel, "FAULTS", frozenset({fault}))
     with pytest.raises(DeviceError, match=f"{route}: {NOT_THERE}"):
         opened(reference(family), atom_import=route, **settings)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_route_into_memory_of_its_own_is_found_at_the_start(
+    opened: Opened, reference: Models, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    monkeypatch.setattr(rebel, "FAULTS", frozenset({"apart"}))
+    with pytest.raises(DeviceError, match=r"graph: a step does not write K of layer \d where this route reads"):
+        opened(reference(family), atom_import="graph")
+    rig = opened(reference(family))
+    assert rig.device.figures["kv_import"] == "private"
+    rig.serve(0, prompt_of(40))
 
 
 def test_auto_takes_the_graphs_and_without_them_the_private_calls(
@@ -140,12 +153,13 @@ def no_route(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ("family", "settings", "lengths"),
     [
         ("llama", {"context": 256}, (5, 200, 128)),
+        ("llama", {"context": 200}, (5, 150, 128)),  # the second chunk does not fit
         ("llama", FLASH, (1500, 20, 1024)),
         ("qwen2-hybrid", {"context": 256}, (5, 200, WINDOW)),
         ("gemma3", {"context": 512}, (5, 300, WINDOW)),
         ("gemma3-images", {"context": 512}, (5, 300, WINDOW)),
     ],
-    ids=["llama", "llama-flash", "qwen2-hybrid", "gemma3", "gemma3-images"],
+    ids=["llama", "llama-200", "llama-flash", "qwen2-hybrid", "gemma3", "gemma3-images"],
 )
 @pytest.mark.usefixtures("no_route")
 def test_without_any_route_the_chip_prefills_again_and_the_tokens_are_right(
@@ -209,6 +223,39 @@ def test_a_slot_whose_logits_overflowed_is_refilled(opened: Opened, reference: M
     rig = opened(reference("llama"), fallback="local", context=256)
     rig.spoil(0, 200)
     refilled(rig, 0, 5)
+
+
+@pytest.mark.usefixtures("no_route")
+def test_a_slot_that_nothing_can_clean_is_not_prefilled(opened: Opened, reference: Models) -> None:
+    rig = opened(reference("llama"), fallback="local", context=256)
+    rig.device.refill(0, prompt_of(200))
+    rig.device.begin(0, 200, 1)
+    for tensor in rig.device._loaded.decoders[1].runtime._caches.values():
+        tensor[0, :, 150] = float("nan")
+    assert np.isnan(rig.device.step()[0]).all()
+    rig.device.evict(0)
+    with pytest.raises(DeviceError, match="slot 0 holds what is no number, and without a route"):
+        rig.device.refill(0, prompt_of(5))
+    refilled(rig, 1, 20)
+
+
+def test_a_prompt_whose_last_chunk_would_leave_the_slot_is_stepped_through(opened: Opened, reference: Models) -> None:
+    """190 tokens are padded to 256, and a slot holds 200."""
+    rig = opened(reference("llama"), fallback="local", context=200)
+    rig.fill(1, prompt_of(30))
+    refilled(rig, 0, 180)
+    rig.check(1)
+
+
+def test_a_slot_that_nothing_can_clean_serves_no_more(
+    opened: Opened, reference: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = opened(reference("llama"), fallback="local")
+    rig.spoil(0, 60)
+    monkeypatch.setattr(rig.device, "route", None)
+    with pytest.raises(DeviceError, match="slot 0 holds what is no number, and without a route nothing can clean it"):
+        rig.device.refill(0, prompt_of(5))
+    refilled(rig, 1, 5)
 
 
 def test_gemma3_without_a_decode_graph_of_one_row_cannot_be_prefilled(

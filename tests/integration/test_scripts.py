@@ -646,6 +646,8 @@ async def test_a_holder_s_note_is_one_line_and_nobody_else_s_is_taken(hands: Han
         "finished stop",
         "local_fallback said late",
     ]
+    await hands.queue.note("a", lease_id, "local_fallback", "said late")
+    assert (await hands.field("a", "timeline") or "").count("said late") == 1, "a repeat, for its reply was lost"
     await hands.queue.note("b", lease_id, "local_fallback", "no such job")
     assert await hands.redis.exists(hands.keys.job("b")) == 0
 

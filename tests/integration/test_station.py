@@ -22,7 +22,7 @@ async def spawned(station: Station, error: Exception) -> None:
 async def test_a_part_that_fails_unexpectedly_ends_the_worker_as_failed(
     config: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
-    station = Station("decode", config)
+    station = Station("decode", config, "sim")
     await spawned(station, KeyError("a bug"))
     assert station.draining.is_set()
     assert station.failed
@@ -32,7 +32,7 @@ async def test_a_part_that_fails_unexpectedly_ends_the_worker_as_failed(
 
 
 async def test_what_redis_did_not_take_ends_no_worker(config: Config) -> None:
-    station = Station("decode", config)
+    station = Station("decode", config, "sim")
     await spawned(station, RedisRefused("out of memory"))
     assert not station.draining.is_set()
     assert not station.failed

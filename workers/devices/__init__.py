@@ -100,13 +100,15 @@ DECODE_FACTORIES = {
 def open_prefill(config: Config, model: Model, factory: str = "") -> PrefillDevice:
     """The device that KVR_PREFILL_DEVICE names, or that a factory makes. Raises DeviceError with one sentence if it cannot
     work here, ConfigError if there is no such factory."""
-    device: PrefillDevice = _open(factory or PREFILL_FACTORIES[config.prefill_device], config, model)
+    make = _named(factory) if factory else _import(PREFILL_FACTORIES[config.prefill_device])
+    device: PrefillDevice = _open(make, config, model)
     return device
 
 
 def open_decode(config: Config, model: Model, factory: str = "") -> DecodeDevice:
     """The same for KVR_DECODE_DEVICE."""
-    device: DecodeDevice = _open(factory or DECODE_FACTORIES[config.decode_device], config, model)
+    make = _named(factory) if factory else _import(DECODE_FACTORIES[config.decode_device])
+    device: DecodeDevice = _open(make, config, model)
     return device
 
 
@@ -128,13 +130,20 @@ def at_their_slots(logits: Logits, slots: Sequence[int]) -> Logits:
     return placed
 
 
-def _open(factory: str, config: Config, model: Model) -> Any:
-    module, _, name = factory.partition(":")
+def _named(factory: str) -> Any:
     try:
-        make = getattr(importlib.import_module(module), name)
+        return _import(factory)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         remedy = f"must be package.module:callable, to be found on PYTHONPATH ({error})"
         raise ConfigError("--factory", factory, remedy) from error
+
+
+def _import(factory: str) -> Any:
+    module, _, name = factory.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _open(make: Any, config: Config, model: Model) -> Any:
     device = make(config, model)
     # a vendor's library may have set a native handler; a peer that goes away must be an error, not the end
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)

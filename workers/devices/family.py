@@ -33,7 +33,7 @@ def text_config(model: Model, config: Config) -> Any:
     if whole.model_type not in FAMILIES:
         raise DeviceError(f"models of type {whole.model_type!r} are not supported, only {', '.join(FAMILIES)}")
     hf: Any = whole.get_text_config()
-    for kind in set(_kinds(hf)):
+    for kind in set(kinds_of(hf)):
         if kind not in (FULL, SLIDING):
             raise DeviceError(f"{whole.model_type} with layers of type {kind!r} is not supported")
         rope = _rope(hf, kind).get("rope_type", "default")
@@ -60,7 +60,7 @@ def geometry(hf: Any, dtype: torch.dtype, digest: str) -> Geometry:
                 window=hf.sliding_window if kind == SLIDING else None,
                 rope=json.dumps(_rope(hf, kind), sort_keys=True, default=str),
             )
-            for kind in _kinds(hf)
+            for kind in kinds_of(hf)
         ),
     )
 
@@ -96,7 +96,7 @@ def tensor_over(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(rows if rows.flags.writeable else rows.copy()).view(dtype)
 
 
-def _kinds(hf: Any) -> list[str]:
+def kinds_of(hf: Any) -> list[str]:
     """FULL or SLIDING, per layer."""
     return list(getattr(hf, "layer_types", None) or [FULL] * hf.num_hidden_layers)
 

@@ -11,10 +11,13 @@ KVR_TEST_EMULATED_NPU      the chip's name, RBLN-CA22
 KVR_TEST_EMULATED_CHIPS    how many there are; 2 if not said
 KVR_TEST_EMULATED_FAULTS   of this list, separated by commas: `no_private` (the private calls are not there), `torn` (a private
                            write leaves its last row out), `off_by_one` (a graph's cache update lands one block further),
-                           `no_graph` (a graph without a model in it does not compile), `full` (no memory for a runtime)
+                           `no_graph` (a graph without a model in it does not compile), `apart` (such a graph
+                           has caches of its own), `full` (no memory for a runtime),
+                           `filthy` (the rubbish in memory is no numbers)
 """
 
 import ctypes
+import math
 import os
 import pickle
 import signal
@@ -31,6 +34,8 @@ if not NPU:
     raise ImportError("this is kvrelay's test double of rebel; it works only where KVR_TEST_EMULATED_NPU names a chip")
 CHIPS = int(os.environ.get("KVR_TEST_EMULATED_CHIPS", "2"))
 FAULTS = frozenset(filter(None, os.environ.get("KVR_TEST_EMULATED_FAULTS", "").split(",")))
+
+RUBBISH = math.nan if "filthy" in FAULTS else 1e4
 
 __version__ = "0.12.0+emulated"
 
@@ -126,11 +131,12 @@ class Runtime:
             raise RuntimeError(f"no device {device}")
         assert tensor_type == "pt"
         self._parts = compiled._parts
-        self._caches = _memory.setdefault((self._parts["context"], str(chips)), {})
+        apart = "apart" if "apart" in FAULTS and self._parts["phase"] is None else ""
+        self._caches = _memory.setdefault((self._parts["context"] + apart, str(chips)), {})
         for name, shape, dtype in self._parts["info"]:
             if _is_cache(name) and name not in self._caches:
                 blocks = shape[0] * self._parts["multiples"].get(name, 1)
-                self._caches[name] = _empty((blocks, *shape[1:]), dtype).fill_(1e4)  # rubbish
+                self._caches[name] = _empty((blocks, *shape[1:]), dtype).fill_(RUBBISH)
         self.calls = 0
 
     def __call__(self, *inputs: torch.Tensor, out: list[torch.Tensor] | None = None) -> Any:

@@ -58,10 +58,10 @@ def _paged(
     for row, table in enumerate(block_table.reshape(rows, -1).long()):
         start = int(seq.reshape(rows, -1)[row, 0])
         at = torch.arange(start, start + tokens)
-        inside = at < len(table) * block_size  # a padded chunk may reach beyond
-        blocks, offsets = table[at[inside] // block_size], at[inside] % block_size
+        assert start + tokens <= len(table) * block_size, "a chunk reaches beyond its sequence's blocks"
+        blocks, offsets = table[at // block_size], at % block_size
         for cache, fresh in ((kcache, k), (vcache, v)):
-            cache[blocks, :, 0, offsets] = fresh[row, :, 0, inside].transpose(0, 1)
+            cache[blocks, :, 0, offsets] = fresh[row, :, 0].transpose(0, 1)
         keys, values = (cache[table, :, 0].transpose(0, 1).flatten(1, 2) for cache in (kcache, vcache))
         there = torch.arange(keys.shape[1])[None]
         visible = there <= (at[-1:, None] if bidirectional else at[:, None])

@@ -13,12 +13,14 @@ It needs optimum-rbln and rebel-compiler, in a Python environment of their own (
 
 import importlib.util
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from pipeline.config import Config
-from pipeline.errors import DeviceError
+from pipeline.errors import ConfigError, DeviceError
 from pipeline.model import Model
 from workers.chips import claim
+from workers.devices.atom.vendor import drift
 
 if TYPE_CHECKING:
     from workers.devices.atom.decode import AtomDecode
@@ -29,22 +31,29 @@ log = logging.getLogger(__name__)
 def open_decode(config: Config, model: Model) -> "AtomDecode":
     """Raises DeviceError if the SDK, the chip, or a way to import KV caches is missing."""
     present = chips("atom")
-    from workers.devices.atom.compiled import load
-    from workers.devices.atom.decode import AtomDecode
-    from workers.devices.atom.vendor import drift
-
     for change in drift():
         log.warning("not as it was tested: %s", change, extra={"action": "vendor_drift"})
-    wanted = range(len(present)) if config.atom_chips == "all" else map(int, config.atom_chips.split(","))
-    claimed = claim(config.locks, "atom", sorted(set(wanted) & set(present)), config.atom_chips_per_worker)
+    try:
+        from workers.devices.atom.compiled import load
+        from workers.devices.atom.decode import AtomDecode
+    except (ImportError, AttributeError) as error:
+        raise DeviceError(f"optimum-rbln or rebel lacks what is called of it: {error}") from error
+
+    wanted = set(present) if config.atom_chips == "all" else set(map(int, config.atom_chips.split(",")))
+    if missing := wanted - set(present):
+        raise ConfigError("KVR_ATOM_CHIPS", config.atom_chips, f"no chip {min(missing)} is here, only {_list(present)}")
+    claimed = claim(config.locks, "atom", sorted(wanted), config.atom_chips_per_worker)
     return AtomDecode(config, model, load(config, model, claimed.numbers, present[claimed.numbers[0]]), claimed)
 
 
 def checklist(config: Config, model: Model) -> int:
     """Proves on the chip what was inferred without one. Prints a line for each; 1 if one failed."""
     chips("atom")
-    from workers.devices.atom.checklist import run
-
+    try:
+        from workers.devices.atom.checklist import run
+    except (ImportError, AttributeError) as error:
+        print("FAIL  the vendor's calls are those that were tested:", "; ".join(drift()) or error)
+        return 1
     return run(config, model)
 
 
@@ -65,3 +74,7 @@ def chips(_device: str) -> dict[int, str]:
     if not found:
         raise DeviceError("the atom device finds no ATOM in this machine; `rbln-smi` lists what the driver sees")
     return found
+
+
+def _list(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))

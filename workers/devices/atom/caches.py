@@ -190,7 +190,7 @@ class PrivateRoute:
         if size != wanted:
             raise DeviceError(f"a cache tensor takes {size} bytes in rebel's runtime, {wanted} by its shape and dtype")
         memory = aligned_tensor(size // 2, dtype="int16")
-        return torch.as_tensor(memory).view(caches.dtype).view(caches.shape)
+        return torch.as_tensor(memory).zero_().view(caches.dtype).view(caches.shape)
 
 
 def _place(rows: torch.Tensor, span: Span, pieces: Sequence[Piece], side: int) -> None:

@@ -76,6 +76,8 @@ def _calls() -> str:
 
 def _open(config: Config, model: Model, opened: list[AtomDecode]) -> str:
     opened.append(cast(AtomDecode, open_decode(config, model)))
+    if opened[0].route is None:
+        raise Failed("it takes none; the log says why")
     return ", ".join(f"{name} {value}" for name, value in opened[0].figures.items())
 
 

@@ -7,7 +7,6 @@ Beside the vendor's prefill and decode graphs lie the two of our own that import
 import fcntl
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,20 +35,28 @@ CLASSES = {
     "gemma3_text": "RBLNGemma3ForCausalLM",
 }
 NOTE = "kvrelay.json"
+CONFIG = "rbln_config.json"  # the vendor's; moved to its place last, so that it marks a whole model
+FORMAT = 1  # of what is compiled beside the vendor's graphs
+LOCK, UNFINISHED = ".lock", ".unfinished"
+LONGEST_EAGER = 32_768  # tokens, on ATOM; optimum-rbln 0.12 has these limits
+PARTITIONS = (1_024, 32_768)
 
 
 def load(config: Config, model: Model, chips: Sequence[int], npu: str) -> Any:
     """The vendor's model object, its runtimes on `chips`. npu: their name, for the compiler."""
     digest = model_digest(model.directory, config)
     directory = Path(config.atom_compiled).expanduser() if config.atom_compiled else _place(config, digest, npu)
-    with _only_one(directory):
-        if not (directory / "rbln_config.json").is_file():
-            if directory.is_dir() and any(directory.iterdir()):
-                remedy = "holds other files and no compiled model: name another directory, or an empty one"
-                raise ConfigError("KVR_ATOM_COMPILED", directory, remedy)
-            _compile(config, model, digest, directory, npu)
+    if not (directory / CONFIG).is_file():
+        _check_options(config)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with _only_one(directory):
+                if not (directory / CONFIG).is_file():
+                    _compile(config, model, digest, directory, npu)
+        except OSError as error:
+            raise DeviceError(f"nothing can be compiled into {directory}: {error}") from error
     _check_note(directory, digest)
-    name = json.loads((directory / "rbln_config.json").read_text(encoding="utf-8"))["cls_name"].removesuffix("Config")
+    name = json.loads((directory / CONFIG).read_text(encoding="utf-8"))["cls_name"].removesuffix("Config")
     if name not in CLASSES.values():
         raise DeviceError(f"{directory} holds a {name}; this device decodes {', '.join(CLASSES.values())}")
     device = chips[0] if len(chips) == 1 else list(chips)
@@ -77,7 +84,7 @@ def import_runtimes(loaded: Any) -> dict[str, Any]:
 def _place(config: Config, digest: str, npu: str) -> Path:
     """In the cache; the name says all that a compiled model depends on."""
     attention = f"flash{config.atom_partition}" if config.atom_partition else "eager"
-    shape = f"{config.slots}x{config.context}-{attention}-{config.atom_dtype}-{config.atom_import}"
+    shape = f"{FORMAT}-{config.slots}x{config.context}-{attention}-{config.atom_dtype}-{config.atom_import}"
     where = f"{npu}x{config.atom_chips_per_worker}-rbln{optimum.rbln.__version__}-rebel{rebel.__version__}"
     return Path(config.cache).expanduser() / "compiled" / f"{config.name.replace('/', '--')}-{digest}-{shape}-{where}"
 
@@ -85,8 +92,7 @@ def _place(config: Config, digest: str, npu: str) -> Path:
 @contextmanager
 def _only_one(directory: Path) -> Iterator[None]:
     """Workers that start together do not compile the same model twice."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with Path(f"{directory}.lock").open("w") as lock:
+    with (directory / LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -108,24 +114,41 @@ def _check_note(directory: Path, digest: str) -> None:
 
 
 def _compile(config: Config, model: Model, digest: str, directory: Path, npu: str) -> None:
-    """Into a folder beside it first: half a model never has the name of a whole one."""
+    """In a folder of its own inside, from which the files move up when all are there."""
+    unfinished = directory / UNFINISHED
+    others = {path.name for path in directory.iterdir()} - {LOCK}
+    if others and not unfinished.is_dir():  # else they are of a compilation that was killed
+        remedy = f"holds no compiled model but other files, {min(others)} among them: name an empty directory"
+        raise ConfigError("KVR_ATOM_COMPILED", directory, remedy)
     hf = text_config(model, config)
     dtype = hf.dtype or torch.float32 if config.atom_dtype == "auto" else getattr(torch, config.atom_dtype)
     network = _text_model(load_weights(model, dtype, "eager"))
     base = getattr(optimum.rbln, CLASSES[network.config.model_type])
     bases = (_WithImport, base) if config.atom_import != "private" else (base,)
     vendor = type(base.__name__, bases, {"required": config.atom_import == "graph"})  # its name finds its configuration
-    unfinished = Path(f"{directory}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     log.info("compiling %s for %s into %s", config.name, npu, directory, extra={"action": "compile"})
     try:
         vendor.from_model(network, rbln_config=_options(config, npu), model_save_dir=unfinished)
-    except (ValueError, NotImplementedError) as error:
-        raise ConfigError("KVR_CONTEXT", config.context, f"optimum-rbln refuses the shape: {_line(error)}") from error
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise DeviceError(f"{config.name} does not compile for {npu}: {_line(error)}") from error
-    (unfinished / NOTE).write_text(json.dumps({"model": digest}), encoding="utf-8")
-    os.replace(unfinished, directory)
+    (unfinished / NOTE).write_text(json.dumps({"model": digest, "format": FORMAT}), encoding="utf-8")
+    for path in sorted(unfinished.iterdir(), key=lambda path: path.name == CONFIG):
+        path.rename(directory / path.name)
+    unfinished.rmdir()
+
+
+def _check_options(config: Config) -> None:
+    """The vendor refuses the same, in words of its own settings."""
+    partition, context = config.atom_partition, config.context
+    if not partition and context > LONGEST_EAGER:
+        remedy = f"eager attention goes up to {LONGEST_EAGER} tokens on ATOM; beyond, set KVR_ATOM_PARTITION"
+        raise ConfigError("KVR_CONTEXT", context, remedy)
+    if partition and not PARTITIONS[0] <= partition <= PARTITIONS[1]:
+        raise ConfigError("KVR_ATOM_PARTITION", partition, "must be 0, or {} to {}".format(*PARTITIONS))
+    if partition and (context % partition or context < 2 * partition):
+        remedy = f"KVR_CONTEXT={context} must be a multiple of it, and at least twice as much"
+        raise ConfigError("KVR_ATOM_PARTITION", partition, remedy)
 
 
 def _line(error: Exception) -> str:

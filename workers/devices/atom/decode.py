@@ -49,15 +49,13 @@ class AtomDecode:
         self._length = [0] * self.slots  # tokens in the cache; 0: idle
         self._input = [0] * self.slots
         self._arriving: dict[int, dict[int, list[Piece]]] = {}  # slot → layer → pieces, until the slot begins
-        self._spoiled = set(range(self.slots))  # slots in which something may be no number: what was there before us
         self.figures: dict[str, str | int] = {
             "chips": ",".join(map(str, chips.numbers)),
             "overflows": 0,
             "local_fallbacks": 0,
         }
         self.route = self._open_route(config)
-        for slot in range(self.slots):
-            self._clean(slot)
+        self._spoiled: set[int] = set()  # slots in which something may be no number
         self.figures["kv_import"] = self.route.name if self.route else "none"
 
     @property
@@ -105,13 +103,12 @@ class AtomDecode:
         if len(tokens) >= self.max_tokens:
             raise DeviceError(f"{len(tokens)} tokens leave no room to step in a slot of {self.max_tokens}")
         self._clean(slot)
-        if self._rbln.use_bidirectional_prefill:  # optimum-rbln 0.12 compiles Gemma-3's text model so
-            if 1 not in self._loaded.decoders:
-                raise DeviceError(
-                    "only a decode graph of batch 1 could prefill this model, and it was compiled without one"
-                )
-            for position, token in enumerate(tokens):
-                self._run([slot], [token], [position])
+        chunk = self._rbln.prefill_chunk_size
+        overhangs = (
+            -(-len(tokens) // chunk) * chunk > self._rbln.max_seq_len
+        )  # its padding would leave the slot's blocks
+        if overhangs or self._rbln.use_bidirectional_prefill:  # optimum-rbln 0.12 compiles Gemma-3's text model so
+            self._step_through(slot, tokens)
         else:
             local = torch.tensor([slot], dtype=torch.int16) if self._rbln.use_local_attention else None
             self._loaded.prefill_decoder(
@@ -123,6 +120,14 @@ class AtomDecode:
             )
         self._arriving[slot] = {}  # nothing is left to import
         self.figures["local_fallbacks"] = int(self.figures["local_fallbacks"]) + 1
+
+    def _step_through(self, slot: int, tokens: Sequence[int]) -> None:
+        if 1 not in self._loaded.decoders:
+            raise DeviceError(
+                "only a decode graph of batch 1 could prefill this, and the model was compiled without one"
+            )
+        for position, token in enumerate(tokens):
+            self._run([slot], [token], [position])
 
     def commit(self, slot: int, token: int) -> None:
         self._check_tokens([token])
@@ -208,7 +213,9 @@ class AtomDecode:
 
     def _clean(self, slot: int) -> None:
         """A mask does not hide from a sum what is no number: 0 × NaN is NaN."""
-        if slot in self._spoiled and self.route is not None:
+        if slot in self._spoiled:
+            if self.route is None:
+                raise DeviceError(f"slot {slot} holds what is no number, and without a route nothing can clean it")
             for caches in self._caches:
                 self.route.clean(caches, self._tables[slot].tolist() if caches.kind == FULL else [slot])
             self._spoiled.discard(slot)
@@ -249,7 +256,13 @@ class AtomDecode:
         return PrivateRoute(self._loaded.decoders[min(self._loaded.decoders)].runtime, self._caches)
 
     def self_test(self, route: Route) -> None:
-        """Writes rubbish into the first and the last slot, over the edge of a block and of a window, and reads it back."""
+        """Writes rubbish into the first and the last slot, over the edge of a block and of a window, and reads it back.
+
+        Then a step of the vendor's own graph must be seen through the route: both must mean the same memory.
+        """
+        for caches in self._caches:
+            for slot in range(self.slots):  # what was there before us may be no numbers
+                route.clean(caches, self._tables[slot].tolist() if caches.kind == FULL else [slot])
         edges = [caches.width + 3 for caches in self._caches if caches.width + 3 < self.max_tokens]
         length = max(edges, default=self.max_tokens // 2)
         written: dict[int, dict[int, list[Piece]]] = {}
@@ -262,10 +275,24 @@ class AtomDecode:
                 pieces[layer] = [Piece(first, length - first, (k, v))]
             self._write(route, slot, length, pieces)
         for slot, pieces in written.items():
-            for layer, _, *read in self.read(route, slot, length):
-                for name, found, wanted in zip("KV", read, pieces[layer][0].kv, strict=True):
-                    if not torch.equal(found, wanted.to(found.dtype)):
-                        raise DeviceError(f"{name} of layer {layer}, slot {slot}, is not what was written there")
+            self._compare(route, slot, length, pieces)
+        before = {slot: [kv for _, _, *kv in self.read(route, slot, length + 1)] for slot in written}
+        tokens = [1] * len(written)  # 0 is often padding, of which K and V are zeros, too
+        self._run(list(written), tokens, [length] * len(written))
+        for slot, pieces in written.items():
+            for (layer, first, *after), old in zip(self.read(route, slot, length + 1), before[slot], strict=True):
+                for name, found, was, wrote in zip("KV", after, old, pieces[layer][0].kv, strict=True):
+                    if torch.equal(found[:, -1], was[:, -1]):
+                        raise DeviceError(f"a step does not write {name} of layer {layer} where this route reads")
+                    kept = wrote[:, first - pieces[layer][0].start :]
+                    if not torch.equal(found[:, :-1], kept.to(found.dtype)):
+                        raise DeviceError(f"a step changes {name} of layer {layer}, slot {slot}, of earlier tokens")
+
+    def _compare(self, route: Route, slot: int, length: int, pieces: dict[int, list[Piece]]) -> None:
+        for layer, _, *read in self.read(route, slot, length):
+            for name, found, wanted in zip("KV", read, pieces[layer][0].kv, strict=True):
+                if not torch.equal(found, wanted.to(found.dtype)):
+                    raise DeviceError(f"{name} of layer {layer}, slot {slot}, is not what was written there")
 
     def read(self, route: Route, slot: int, length: int) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
         """What ATOM holds of a slot's first `length` tokens: (layer, first token, K, V `[kv_heads, tokens, head_dim]`)."""
@@ -289,6 +316,12 @@ class AtomDecode:
             for layer in caches.layers:
                 if (self.geometry.layers[layer].window is None) != (caches.kind == FULL):
                     raise DeviceError(f"layer {layer} is {caches.kind} in the compiled model, and not in this one")
+        compiled = geometry(self._loaded.config.get_text_config(), self._wire, self.geometry.model)
+        if reason := compiled.mismatch(self.geometry.fingerprint()):
+            raise DeviceError(f"the compiled model is another one ({reason.replace('prefill', 'the served model')})")
+        windows = {caches.width for caches in self._caches if caches.kind != FULL}
+        if windows - {layer.window for layer in self.geometry.layers}:
+            raise DeviceError(f"the compiled model has windows of {windows} tokens, which are not this model's")
         if self._rbln.max_seq_len < config.context:
             raise DeviceError(f"KVR_CONTEXT={config.context}: the compiled model holds {self._rbln.max_seq_len} tokens")
 
