@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.errors import ConfigError
 
-PREFILL_DEVICES = ("cpu", "cuda", "sim")
+PREFILL_DEVICES = ("cpu", "cuda", "rngd", "sim")
 DECODE_DEVICES = ("atom", "cpu", "cuda", "sim")
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -33,7 +33,7 @@ class Config:
     api_workers: int = _setting(1, "API processes")
     url: str = _setting("", "where the kvrelay command finds the API; empty: from host and port")
 
-    prefill_device: str = _setting("cpu", "cpu, cuda or sim")
+    prefill_device: str = _setting("cpu", "cpu, cuda, rngd or sim")
     decode_device: str = _setting("cpu", "cpu, cuda, atom or sim")
     dtype: str = _setting("auto", "auto (bfloat16 where the device has it), bfloat16 or float32")
     prefill_threads: int = _setting(0, "compute threads of a prefill worker; 0: half of the cores")
@@ -60,6 +60,10 @@ class Config:
     grace_seconds: float = _setting(3.0, "running jobs may finish for so long after SIGTERM")
 
     locks: str = _setting("/run/lock", "folder of the locks that say who has which chip; one for the whole machine")
+    rngd_widths: str = _setting("128,512,2048,8192", "rngd: tokens of a chunk that graphs are compiled for")
+    rngd_compiled: str = _setting("", "rngd: folder of compiled graphs; empty: the vendor's, ~/.cache/furiosa")
+    rngd_chips: str = _setting("all", "rngd: numbers of the chips that workers may take, as in 0,1; or all")
+    rngd_fusion: int = _setting(8, "rngd: processing elements that work as one device; a chip has 8")
     atom_compiled: str = _setting(
         "", "atom: directory of the compiled model; empty: in KVR_CACHE, compiled when missing"
     )
@@ -86,8 +90,13 @@ class Config:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise _wrong(name, getattr(self, name), f"must be one of {', '.join(filter(None, choices))}")
-        if not re.fullmatch(r"all|\d+(,\d+)*", self.atom_chips):
-            raise _wrong("atom_chips", self.atom_chips, "must be all, or numbers as in 0,1,2")
+        for name in ("atom_chips", "rngd_chips"):
+            if not re.fullmatch(r"all|\d+(,\d+)*", getattr(self, name)):
+                raise _wrong(name, getattr(self, name), "must be all, or numbers as in 0,1,2")
+        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", self.rngd_widths):
+            raise _wrong("rngd_widths", self.rngd_widths, "must be numbers of tokens, as in 128,512,2048")
+        if self.rngd_fusion not in (1, 2, 4, 8, 16, 32):
+            raise _wrong("rngd_fusion", self.rngd_fusion, "must be 1, 2, 4, 8, 16 or 32")
         for setting in fields(self):
             value, least = getattr(self, setting.name), _LEAST.get(setting.name)
             if isinstance(value, (int, float)) and not (least or 0) <= value < 1 << 40:

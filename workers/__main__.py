@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -50,6 +51,8 @@ def main() -> int:
     convert.add_argument("source", type=Path)
     convert.add_argument("target", type=Path)
     arguments = parser.parse_args()
+    # with furiosa-torch installed and no chip, a torch that loads it by itself dies at the first torch.compile
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     dotenv.load_dotenv(".env")
     try:
         if arguments.command == "convert":

@@ -87,6 +87,7 @@ class RefillsSlots(Protocol):
 PREFILL_FACTORIES = {
     "cpu": "workers.devices.torch:open_prefill",
     "cuda": "workers.devices.torch:open_prefill",
+    "rngd": "workers.devices.rngd:open_prefill",
     "sim": "workers.devices.sim:open_prefill",
 }
 DECODE_FACTORIES = {
@@ -117,7 +118,7 @@ def chips(role: str, config: Config) -> dict[int, str]:
     device, factories = (
         (config.prefill_device, PREFILL_FACTORIES) if role == "prefill" else (config.decode_device, DECODE_FACTORIES)
     )
-    found: dict[int, str] = importlib.import_module(factories[device].partition(":")[0]).chips(device)
+    found: dict[int, str] = importlib.import_module(factories[device].partition(":")[0]).chips(device, config)
     return found
 
 

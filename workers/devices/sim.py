@@ -34,7 +34,7 @@ def open_decode(config: Config, model: Model) -> "SimDecode":
     return SimDecode(config)
 
 
-def chips(_device: str) -> dict[int, str]:
+def chips(_device: str, _config: Config) -> dict[int, str]:
     return {0: "no chip"}
 
 

@@ -45,7 +45,7 @@ def open_decode(config: Config, model: Model) -> "TorchDecode":
     return TorchDecode(_Loaded(config, model, "decode", attention=ROWS))
 
 
-def chips(device: str) -> dict[int, str]:
+def chips(device: str, _config: Config) -> dict[int, str]:
     if device == "cpu":
         return {0: f"{os.cpu_count()} cores"}
     return {number: torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 def open_decode(config: Config, model: Model) -> "AtomDecode":
     """Raises DeviceError if the SDK, the chip, or a way to import KV caches is missing."""
-    present = chips("atom")
+    present = chips("atom", config)
     for change in drift():
         log.warning("not as it was tested: %s", change, extra={"action": "vendor_drift"})
     try:
@@ -48,7 +48,7 @@ def open_decode(config: Config, model: Model) -> "AtomDecode":
 
 def checklist(config: Config, model: Model) -> int:
     """Proves on the chip what was inferred without one. Prints a line for each; 1 if one failed."""
-    chips("atom")
+    chips("atom", config)
     try:
         from workers.devices.atom.checklist import run
     except (ImportError, AttributeError) as error:
@@ -57,7 +57,7 @@ def checklist(config: Config, model: Model) -> int:
     return run(config, model)
 
 
-def chips(_device: str) -> dict[int, str]:
+def chips(_device: str, _config: Config) -> dict[int, str]:
     """Raises DeviceError if there is no ATOM in this machine, or no SDK to ask."""
     if importlib.util.find_spec("optimum") is None or importlib.util.find_spec("optimum.rbln") is None:
         raise DeviceError(
