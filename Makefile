@@ -8,8 +8,9 @@ export KVR_MODEL := $(MODEL)
 endif
 
 ATOM := .venv-atom
+RNGD := .venv-rngd
 
-.PHONY: run test lint bench clean env-atom test-atom
+.PHONY: run test lint bench clean env-atom test-atom env-rngd check-rngd
 
 run: $(VENV)/.installed
 	@$(BIN)/kvrelay pull
@@ -27,6 +28,18 @@ test-atom: $(VENV)/.installed-dev $(ATOM)/.installed
 	$(ATOM)/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints-atom.txt -e '.[test]'
 	$(ATOM)/bin/python -m pytest tests/atom
 	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python -m pytest -m atom tests/acceptance
+
+env-rngd: $(RNGD)/.installed
+
+# opt-in: gigabytes to install, minutes to run. The vendor's real compiler imports every graph and runs it on the CPU
+check-rngd: $(VENV)/.installed-dev
+	@if [ -x $(RNGD)/bin/python ]; then $(MAKE) --no-print-directory .check-rngd; \
+	else echo "skipped: no furiosa-torch here; make env-rngd installs it (several GB)"; fi
+
+.check-rngd: $(RNGD)/.installed $(ATOM)/.installed
+	$(RNGD)/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints-rngd.txt -e '.[test]'
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(RNGD)/bin/python -m pytest tests/rngd
+	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python -m pytest -m rngd tests/acceptance
 
 bench: $(VENV)/.installed-dev
 	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python -m pytest -m benchmark -s -q tests/benchmarks
@@ -57,5 +70,11 @@ $(ATOM)/.installed: pyproject.toml deploy/requirements-atom.txt deploy/constrain
 	$(ATOM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps optimum-rbln==0.12.0
 	@touch $@
 
+$(RNGD)/.installed: pyproject.toml deploy/requirements-rngd.txt deploy/constraints-rngd.txt
+	$(PYTHON) -m venv $(RNGD)
+	$(RNGD)/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints-rngd.txt \
+	  -r deploy/requirements-rngd.txt -e .
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(ATOM) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(ATOM) $(RNGD) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

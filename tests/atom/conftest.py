@@ -37,10 +37,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """By family, made once."""
 
     @functools.cache
-    def made(family: str, seed: int = 1) -> Reference:
+    def made(family: str, seed: int) -> Reference:
         return Reference(family, tmp_path_factory.mktemp(family), seed)
 
-    return made
+    return lambda family, seed=1: made(family, seed)
 
 
 @pytest.fixture(scope="session")
@@ -75,3 +75,17 @@ def opened(tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) 
     for chips in opened.claimed:
         chips.release()
     rebel._memory.clear()
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What was asked of the compiler, for each graph."""
+    counted: list[dict[str, Any]] = []
+    compile_from_torch = rebel.compile_from_torch
+
+    def counting(*arguments: Any, **named: Any) -> Any:
+        counted.append(named)
+        return compile_from_torch(*arguments, **named)
+
+    monkeypatch.setattr(rebel, "compile_from_torch", counting)
+    return counted

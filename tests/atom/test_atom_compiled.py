@@ -1,12 +1,8 @@
-"""Which compiled model the atom device loads, and onto which chips."""
+"""Which compiled model the atom device loads, and when it compiles one."""
 
 import fcntl
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,32 +11,12 @@ import optimum.rbln
 import pytest
 import rebel
 from optimum.rbln.transformers.modeling_attention_utils import ATOM_ATTENTION_LIMITS
-from optimum.rbln.utils.runtime_utils import compiler_num_devices_kwarg
 from rig import FLASH, WINDOW, Models, Opened, actions, prompt_of, vendors_own
 
 from pipeline.errors import ConfigError, DeviceError
-from workers.chips import claim, holder
 from workers.devices.atom.compiled import LONGEST_EAGER, PARTITIONS
 
 WAITING_SECONDS = 0.3
-CHILD_SECONDS = 30
-
-
-@pytest.fixture
-def compilations(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What was asked of the compiler, for each graph."""
-    counted: list[dict[str, Any]] = []
-    compile_from_torch = rebel.compile_from_torch
-
-    def counting(*arguments: Any, **named: Any) -> Any:
-        counted.append(named)
-        return compile_from_torch(*arguments, **named)
-
-    monkeypatch.setattr(rebel, "compile_from_torch", counting)
-    return counted
-
-
-# Compiled models
 
 
 def test_a_second_worker_compiles_nothing(
@@ -64,7 +40,7 @@ def test_a_second_worker_compiles_nothing(
 def test_what_changes_the_compiled_model_has_it_compiled_again(
     opened: Opened, reference: Models, tmp_path: Path, compilations: list[dict[str, Any]], change: dict[str, Any]
 ) -> None:
-    before = {"cache": str(tmp_path), "context": 2048 if change is FLASH else 128}
+    before = {"cache": str(tmp_path), "served_name": "same", "context": 2048 if change is FLASH else 128}
     opened(reference("llama"), **before)
     compilations.clear()
     settings = {name: value for name, value in change.items() if name != "seed"}
@@ -323,6 +299,23 @@ def test_a_compilation_that_was_killed_is_no_obstacle(
     assert json.loads((directory / "kvrelay.json").read_text())["model"]
 
 
+def test_a_compilation_that_was_killed_while_its_files_moved_is_no_obstacle(
+    opened: Opened, reference: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, rename = tmp_path / "compiled", Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.parent.name == ".unfinished" and len(list(directory.iterdir())) == 4:  # two of them have moved
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            opened(reference("llama"), atom_compiled=str(directory))
+    opened(reference("llama"), atom_compiled=str(directory)).serve(0, prompt_of(20))
+
+
 def test_a_directory_with_something_else_in_it_is_not_emptied(
     opened: Opened, reference: Models, tmp_path: Path
 ) -> None:
@@ -363,104 +356,3 @@ def test_a_directory_without_a_note_must_have_the_models_windows_and_angles(
     (directory / "config.json").write_text(json.dumps(text))
     with pytest.raises(DeviceError, match="the compiled model is another one"):
         opened(reference("gemma3"), atom_compiled=str(directory))
-
-
-# Chips
-
-
-def test_who_looks_at_a_lock_is_in_nobodys_way(tmp_path: Path) -> None:
-    watching = threading.Event()
-
-    def watch() -> None:
-        while not watching.is_set():
-            holder(str(tmp_path), "atom", 0)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        for _ in range(2000):
-            claim(str(tmp_path), "atom", [0], 1).release()
-    finally:
-        watching.set()
-        watcher.join()
-
-
-def test_two_devices_never_have_the_same_chip_and_a_third_is_told_who_has_them(
-    opened: Opened, reference: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rebel, "CHIPS", 2)
-    rigs = [opened(reference("llama")) for _ in range(2)]
-    assert [rig.device.figures["chips"] for rig in rigs] == ["0", "1"]
-    rigs[0].fill(1, prompt_of(40))
-    rigs[1].fill(1, prompt_of(20))
-    for rig in (*rigs, *rigs):
-        rig.step()
-    for rig in rigs:
-        rig.check(1)
-    me = f"process {os.getpid()}"
-    with pytest.raises(DeviceError, match=f"needs 1 free atom chip, .*0 is held by {me}; 1 is held by {me}"):
-        opened(reference("llama"))
-    opened.release(rigs[0])
-    assert opened(reference("llama")).device.figures["chips"] == "0"
-
-
-HOLDER = """
-import sys
-from workers.chips import claim
-print(claim(sys.argv[1], "atom", [0, 1], 1).numbers[0], flush=True)
-sys.stdin.read()
-"""
-
-
-def test_another_process_has_its_chip_until_it_is_killed(
-    opened: Opened, reference: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rebel, "CHIPS", 2)
-    opened(reference("llama"))
-    child = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    with child:
-        try:
-            assert child.stdout.readline() == b"1\n"
-            with pytest.raises(DeviceError, match=f"1 is held by process {child.pid}$"):
-                opened(reference("llama"))
-        finally:
-            child.send_signal(signal.SIGKILL)
-        child.wait(CHILD_SECONDS)
-    assert opened(reference("llama")).device.figures["chips"] == "1"
-
-
-def test_only_the_chips_that_the_setting_names_are_taken(opened: Opened, reference: Models) -> None:
-    assert opened(reference("llama"), atom_chips="1").device.figures["chips"] == "1"
-    assert opened(reference("llama"), atom_chips="5,3").device.figures["chips"] == "3"
-    with pytest.raises(DeviceError, match="1 is held by"):
-        opened(reference("llama"), atom_chips="1")
-    with pytest.raises(ConfigError, match="KVR_ATOM_CHIPS=64: no chip 64 is here, only 0, 1"):
-        opened(reference("llama"), atom_chips="64")
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_worker_may_have_two_chips(
-    opened: Opened,
-    reference: Models,
-    route: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    compilations: list[dict[str, Any]],
-    family: str,
-) -> None:
-    monkeypatch.setattr(rebel, "CHIPS", 4)
-    opened(reference("llama"), atom_chips="1")
-    compilations.clear()
-    rig = opened(reference(family), cache=str(tmp_path), atom_chips_per_worker=2, atom_import=route)
-    assert rig.device.figures["chips"] == "0,2"
-    assert {asked[compiler_num_devices_kwarg()] for asked in compilations} == {2}
-    assert set(map(tuple, rig.device._loaded.rbln_config.device_map.values())) == {(0, 2)}
-    rig.serve(1, prompt_of(40))
-    with pytest.raises(DeviceError, match="needs 2 free atom chips, and there are 1: 0 is held"):
-        opened(reference(family), atom_chips_per_worker=2)
-    assert opened(reference("llama")).device.figures["chips"] == "3"  # what a refused one held is free again

@@ -102,19 +102,19 @@ class ImportGraph(torch.nn.Module):
 
     def forward(
         self, k: torch.Tensor, v: torch.Tensor, block: torch.Tensor, *caches: torch.Tensor
-    ) -> list[torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         axis = torch.tensor(0, dtype=torch.int16)
         update = torch.ops.rbln_custom_ops.rbln_cache_update
         fresh = [tensor[layer : layer + 1] for layer in range(k.shape[0]) for tensor in (k, v)]
         # answered, for a graph without an answer would be empty to the compiler
-        return [update(cache, rows, block[0], axis) for cache, rows in zip(caches, fresh, strict=True)]
+        return tuple(update(cache, rows, block[0], axis) for cache, rows in zip(caches, fresh, strict=True))
 
 
 class ExportGraph(torch.nn.Module):
     """(block int16 `[1]`, caches…): that block of every cache, `[1, kv_heads, width, head_dim]` each."""
 
-    def forward(self, block: torch.Tensor, *caches: torch.Tensor) -> list[torch.Tensor]:
-        return [cache[block.to(torch.int)] for cache in caches]
+    def forward(self, block: torch.Tensor, *caches: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(cache[block.to(torch.int)] for cache in caches)
 
 
 class GraphRoute:

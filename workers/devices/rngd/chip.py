@@ -19,12 +19,15 @@ log = logging.getLogger(__name__)
 
 def prepare(fusion: int) -> None:
     """Once a process, before anything is on a chip. fusion: processing elements that work as one device; a chip has 8."""
-    if "furiosa" not in str(torch._C._get_privateuse1_backend_name()):
-        # what torch does by itself unless TORCH_DEVICE_BACKEND_AUTOLOAD=0, which every worker sets: see workers/__main__.py
-        (backend,) = importlib.metadata.entry_points(group="torch.backends", name="furiosa")
-        backend.load()()
+    register()
     furiosa.torch.set_fusion(fusion)
     furiosa.torch.config.set_cpu_fallback(False)  # else what the chip cannot do runs on the host, unseen and slow
+
+
+def register() -> None:
+    """What torch does by itself unless TORCH_DEVICE_BACKEND_AUTOLOAD=0, which every worker sets: see workers/__main__.py."""
+    (backend,) = importlib.metadata.entry_points(group="torch.backends", name="furiosa")
+    backend.load()()  # once is enough, and twice does no harm
 
 
 class ChipExecutor:
