@@ -47,6 +47,8 @@ class System:
         }
         self.name = self.environ.get("KVR_SERVED_NAME", self.environ["KVR_MODEL"])
         self.python = {"prefill": sys.executable, "decode": sys.executable}
+        self.ready_seconds = 90.0
+        self.arguments: dict[str, list[str]] = {"prefill": [], "decode": []}
         self.redis = redis.Redis.from_url(redis_url, decode_responses=True)
         self.processes: list[subprocess.Popen[bytes]] = []
 
@@ -57,7 +59,7 @@ class System:
 
     def start(self, role: str, count: int = 1, **settings: object) -> list["subprocess.Popen[bytes]"]:
         """role: api, prefill or decode."""
-        command = [self.python.get(role, sys.executable), "-m", "workers", role]
+        command = [self.python.get(role, sys.executable), "-m", "workers", role, *self.arguments.get(role, [])]
         if role == "api":
             command = [sys.executable, "-m", "gunicorn", "-c", "python:api.server", "-k", "asgi"]
             command += ["--no-control-socket", "api.app:build()"]
@@ -86,7 +88,7 @@ class System:
                 return False
             return state["prefill"] >= prefill and state["decode"] >= decode
 
-        wait_for(ready, "the system is ready", 90)
+        wait_for(ready, "the system is ready", self.ready_seconds)
 
     def check_alive(self) -> None:
         for process in self.processes:
