@@ -18,11 +18,11 @@ class Chips:
     """Chips that are ours until the process ends. descriptors: open files that hold the locks."""
 
     numbers: tuple[int, ...]
-    descriptors: tuple[int, ...]
+    descriptors: list[int]
 
     def release(self) -> None:
-        for descriptor in self.descriptors:
-            os.close(descriptor)
+        while self.descriptors:
+            os.close(self.descriptors.pop())
 
 
 def claim(locks: str, device: str, among: Sequence[int], count: int) -> Chips:
@@ -38,7 +38,7 @@ def claim(locks: str, device: str, among: Sequence[int], count: int) -> Chips:
         if len(held) == count:
             for descriptor in held.values():
                 _sign(descriptor)
-            return Chips(tuple(held), tuple(held.values()))
+            return Chips(tuple(held), list(held.values()))
         for descriptor in held.values():
             os.close(descriptor)
         taken = [f"{number} is held by {_holder(locks, device, number)}" for number in among if number not in held]

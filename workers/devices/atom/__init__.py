@@ -43,7 +43,11 @@ def open_decode(config: Config, model: Model) -> "AtomDecode":
     if missing := wanted - set(present):
         raise ConfigError("KVR_ATOM_CHIPS", config.atom_chips, f"no chip {min(missing)} is here, only {_list(present)}")
     claimed = claim(config.locks, "atom", sorted(wanted), config.atom_chips_per_worker)
-    return AtomDecode(config, model, load(config, model, claimed.numbers, present[claimed.numbers[0]]), claimed)
+    try:
+        return AtomDecode(config, model, load(config, model, claimed.numbers, present[claimed.numbers[0]]), claimed)
+    except BaseException:
+        claimed.release()  # this process may go on, and try again
+        raise
 
 
 def checklist(config: Config, model: Model) -> int:

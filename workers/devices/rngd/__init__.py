@@ -61,19 +61,23 @@ def open_prefill(config: Config, model: Model) -> PrefillDevice:
             "KVR_RNGD_CHIPS", config.rngd_chips, f"no chip {min(missing)} is here, only {sorted(present)}"
         )
     claimed = claim(config.locks, "rngd", sorted(wanted), 1)
-    prepare(config.rngd_fusion)
-    use_threads(config.prefill_threads)
-    hf = text_config(model, config)
-    return RngdPrefill(
-        Network(load_weights(model, torch.bfloat16, "eager")),
-        geometry(hf, torch.bfloat16, model_digest(model.directory, config)),
-        ChipExecutor(claimed.numbers[0], config.rngd_compiled),
-        Plan([int(width) for width in config.rngd_widths.split(",")], config.context),
-        max_tokens=config.context,
-        vocabulary=int(hf.vocab_size),
-        progress=_log_progress,
-        chips=claimed,
-    )
+    try:
+        prepare(config.rngd_fusion)
+        use_threads(config.prefill_threads)
+        hf = text_config(model, config)
+        return RngdPrefill(
+            Network(load_weights(model, torch.bfloat16, "eager")),
+            geometry(hf, torch.bfloat16, model_digest(model.directory, config)),
+            ChipExecutor(claimed.numbers[0], config.rngd_compiled),
+            Plan([int(width) for width in config.rngd_widths.split(",")], config.context),
+            max_tokens=config.context,
+            vocabulary=int(hf.vocab_size),
+            progress=_log_progress,
+            chips=claimed,
+        )
+    except BaseException:
+        claimed.release()  # this process may go on, and try again
+        raise
 
 
 def chips(_device: str, config: Config) -> dict[int, str]:
