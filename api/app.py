@@ -14,7 +14,7 @@ from api.errors import show, show_bug, show_http
 from api.front import Front
 from api.jobs import JobEvents, Jobs, OneJob
 from api.requests import ChatRequest, CompletionRequest
-from api.system import Live, Models, Ready
+from api.system import Live, Models, Ready, System
 from api.text import PromptCodec
 from brokers.store import Store
 from pipeline.config import Config
@@ -49,6 +49,7 @@ def create_app(config: Config) -> App:
     app.add_route("/v1/jobs", Jobs(front))
     app.add_route("/v1/jobs/{job_id}", OneJob(front))
     app.add_route("/v1/jobs/{job_id}/events", JobEvents(front))
+    app.add_route("/v1/system", System(front))
     app.add_route("/health/live", Live())
     app.add_route("/health/ready", Ready(front))
     app.add_error_handler(Exception, show_bug)

@@ -17,6 +17,7 @@ import dotenv
 
 from api.pull import pull
 from api.up import up
+from api.validate import add_arguments, validate
 from brokers.queue import JobQueue
 from brokers.registry import Registry
 from brokers.store import Store
@@ -76,6 +77,10 @@ def _parser() -> argparse.ArgumentParser:
     cancel = commands.add_parser("cancel", help="end a job, wherever it is")
     cancel.add_argument("job")
     cancel.set_defaults(run=_cancel)
+
+    prove = commands.add_parser("validate", help="compare the running system with a baseline: see docs/validation.md")
+    add_arguments(prove)
+    prove.set_defaults(run=validate)
 
     commands.add_parser("queue", help="what waits and what is worked on").set_defaults(run=_queue)
     commands.add_parser("workers", help="who lives, and what they do").set_defaults(run=_workers)

@@ -100,16 +100,20 @@ class Completions:
             resp.media = answer.whole(text)
 
     async def _stream(self, req: HttpRequest, job_id: str, answer: Answer, include_usage: bool) -> AsyncIterator[Any]:
-        """The events. `id:` is the token's place in the log. A job that fails ends in an error event, without [DONE]."""
-        if self._kind is ChatRequest:
-            yield SSEvent(json=answer.piece("", first=True))
+        """The events. `id:` is the token's place in the log. A job that fails ends in an error event, without [DONE].
+
+        Something is sent before the first token, if only a comment: the server holds the headers back till then, and
+        X-Request-Id is how a client knows its job.
+        """
+        opening = SSEvent(json=answer.piece("", first=True)) if self._kind is ChatRequest else None
         try:
             async for entries in self._front.follow_for_client(job_id, gone(req)):
                 text = answer.take(entries)
                 if text or answer.finish_reason:
                     yield SSEvent(json=answer.piece(text), event_id=str(entries[-1].index + 1))
                 elif not entries:
-                    yield None  # a comment, so that proxies keep the connection
+                    yield opening  # None is a comment, so that proxies keep the connection
+                    opening = None
         except KVRelayError as error:
             yield SSEvent(json=describe(error)[1])
             return

@@ -100,13 +100,14 @@ class Front:
             yield entries
 
     async def follow_for_client(self, job_id: str, gone: asyncio.Event) -> AsyncIterator[list[Entry]]:
-        """The same for a synchronous request: a client that leaves cancels its job.
+        """The same for a synchronous request: a client that leaves cancels its job. The first batch, empty, comes at once.
 
         The cancel writes the end into the log, which is how this iterator learns of it.
         """
         leaving = asyncio.create_task(self._cancel_when(gone, job_id))
         ended = False
         try:
+            yield []  # here and not in the caller: whoever has begun to answer is watched already
             async for entries in self.follow(job_id):
                 ended = bool(entries) and entries[-1].end is not None
                 yield entries

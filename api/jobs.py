@@ -35,7 +35,7 @@ class OneJob:
         self._front = front
 
     async def on_get(self, _req: HttpRequest, resp: Response, job_id: str) -> None:
-        """Status, timeline, and the text so far."""
+        """Status, timeline, and what it has said so far, as text and as token ids."""
         await self._front.expect(job_id)
         resp.media = await self._shown(job_id)
 
@@ -62,6 +62,7 @@ class OneJob:
             "kind": job.kind,
             "attempt": int(record["attempt"]),
             "text": "".join(entry.text for entry in tokens),
+            "token_ids": [entry.token for entry in tokens],
             "usage": usage(len(job.prompt), len(tokens)),
             "timeline": [_event(line) for line in record["timeline"].splitlines()],
             "finish_reason": record.get("reason") if record["status"] == Status.FINISHED else None,

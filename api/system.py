@@ -1,6 +1,7 @@
-"""``/v1/models`` and ``/health``: what is served, and whether it can be."""
+"""``/v1/models``, ``/v1/system`` and ``/health``: what is served, by whom, and whether it can be."""
 
 import time
+from importlib.metadata import version
 from typing import Any
 
 import falcon
@@ -8,6 +9,7 @@ from falcon.asgi import Request as HttpRequest
 from falcon.asgi import Response
 
 from api.front import Front
+from brokers.credits import Credits
 from pipeline.errors import InvalidRequest, RedisAway
 
 
@@ -33,6 +35,38 @@ class Models:
             "owned_by": "kvrelay",
             "max_model_len": config.context,
         }
+
+
+class System:
+    """Who works here, on which software, and what is in use: all of it free again means that nothing was left behind."""
+
+    #: Of a worker's facts, those that are numbers.
+    NUMBERS = frozenset({"pid", "slots", "busy", "jobs", "tokens", "bytes", "seen", "local_fallbacks", "overflows"})
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    async def on_get(self, _req: HttpRequest, resp: Response) -> None:
+        config = self._front.config
+        load = await self._front.queue.load()
+        workers = await self._front.registry.living()
+        resp.media = {
+            "object": "system",
+            "kvrelay": version("kvrelay"),
+            "model": config.name,
+            "max_model_len": config.context,
+            "jobs": {"waiting": sum(queue.waiting for queue in load), "working": sum(queue.working for queue in load)},
+            "workers": [await self._worker(worker, facts) for worker, facts in workers.items()],
+        }
+
+    async def _worker(self, worker: str, facts: dict[str, str]) -> dict[str, Any]:
+        """places: KV caches that it offers to take now, of a decode worker."""
+        shown: dict[str, Any] = {"id": worker, **facts}
+        shown |= {name: int(facts[name]) for name in self.NUMBERS & facts.keys()}
+        shown["versions"] = dict(part.split("=", 1) for part in facts.get("versions", "").split())
+        if facts.get("role") == "decode":
+            shown["places"] = len(await Credits(self._front.store, worker).listed())
+        return shown
 
 
 class Live:

@@ -10,7 +10,7 @@
                                     (members: to use)  lease takes
     dead              stream        for ever           give_up               jobs given up: job, attempts, reason
     workers           set           for ever           registry              ids that may be alive
-    worker:<id>       hash          3 heartbeats       its keeper            role, device, host, pid, endpoint, figures
+    worker:<id>       hash          3 heartbeats       its keeper            role, device, model, host, versions, figures
     job:<id>          hash          end + keep + 60 s  submit, all scripts   request, status, lease, attempt, timeline …
     tokens:<id>       stream        end + keep         append, finish        entry (i+1)-0: t token id, x text to show;
                                                                              the last one: end status, reason

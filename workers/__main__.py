@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from pipeline.config import Config
 from pipeline.errors import KVRelayError
 from pipeline.model import Model
+from workers import stdio
 from workers.chips import holder
 from workers.decode import DecodeWorker
 from workers.devices import chips, open_decode, open_prefill
@@ -38,12 +39,20 @@ def main() -> int:
             metavar="PACKAGE.MODULE:CALLABLE",
             help="trusted code that makes the device, called with (config, model), instead of what KVR_…_DEVICE names",
         )
+    prefill.add_argument(
+        "--stdio", action="store_true", help="serve one program over stdin and stdout, without Redis; see docs/stdio.md"
+    )
     devices = commands.add_parser(
         "devices", help="which chips a worker of a role could use, as JSON; see kvrelay devices"
     )
     devices.add_argument("role", choices=("prefill", "decode"))
     prove = commands.add_parser("checklist", help="on a machine with the chip: prove what was inferred without one")
     prove.add_argument("device", choices=("atom",))
+    native = commands.add_parser("baseline", help="answers of transformers' generate, for kvrelay validate")
+    native.add_argument("out", type=Path, metavar="OUT.json")
+    native.add_argument("--lengths", default="short,medium,long", help="of prompts; all three, unless named")
+    native.add_argument("--tokens", type=int, default=24, help="new ones for each prompt, at most")
+    native.add_argument("--random", action="store_true", help="random token ids, for a model with random weights")
     keeper = commands.add_parser("keeper", help="started by a worker, not by people")
     keeper.add_argument("worker")
     keeper.add_argument("vitals", type=int)
@@ -66,6 +75,18 @@ def main() -> int:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it goes when its worker has gone
             asyncio.run(Keeper(config, arguments.worker, VitalsReader(arguments.vitals)).run())
             return 0
+        if arguments.command == "baseline":
+            from workers.baseline import write_baseline  # torch: only where it is asked for
+
+            write_baseline(
+                config,
+                Model.locate(config),
+                arguments.out,
+                lengths=arguments.lengths.split(","),
+                tokens=arguments.tokens,
+                random_ids=arguments.random,
+            )
+            return 0
         if arguments.command == "checklist":
             from workers.devices.atom import checklist  # torch and more: only where it is asked for
 
@@ -73,6 +94,8 @@ def main() -> int:
         if arguments.command == "devices":
             print(json.dumps(_devices(arguments.role, config)))
             return 0
+        if arguments.command == "prefill" and arguments.stdio:
+            return stdio.serve(config, arguments.factory)
         return asyncio.run(_work(arguments.command, config, arguments.factory))
     except KVRelayError as error:
         print(f"kvrelay {arguments.command}: {error}", file=sys.stderr)

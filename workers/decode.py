@@ -83,6 +83,8 @@ class DecodeWorker:
         """Until the station drains; then running jobs may finish for the grace time, the rest is handed back."""
         facts: Figures = {
             "device": self._station.device,
+            "model": self._device.geometry.model,
+            "dtype": self._device.geometry.dtype,
             "slots": self._device.slots,
             "endpoint": self._receiver.endpoint,
         }

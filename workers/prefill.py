@@ -61,7 +61,12 @@ class PrefillWorker:
 
     async def run(self) -> None:
         """Until the station drains; then running jobs may finish for the grace time, the rest is handed back."""
-        facts: Figures = {"device": self._station.device, "slots": 1}
+        facts: Figures = {
+            "device": self._station.device,
+            "model": self._device.geometry.model,
+            "dtype": self._device.geometry.dtype,
+            "slots": 1,
+        }
         await self._station.enter(facts, figures=self._figures, ended=self._ended, lost=self._lost)
         with contextlib.suppress(RedisAway):  # only when it is time to go
             while not self._station.draining.is_set():

@@ -16,6 +16,7 @@ from brokers.tombstones import Bell
 from pipeline.config import Config
 from pipeline.errors import RedisAway, RedisRefused
 from workers.keeper import listen_to, start_keeper, worker_lifetime
+from workers.versions import versions
 from workers.vitals import Vitals
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Station:
             "role": self._role,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "versions": " ".join(f"{package}={version}" for package, version in versions().items()),
             **facts,
             **figures(),
         }
