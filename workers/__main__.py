@@ -13,7 +13,7 @@ import dotenv
 from tokenizers import Tokenizer
 
 from pipeline.config import Config
-from pipeline.errors import KVRelayError
+from pipeline.errors import ConfigError, KVRelayError
 from pipeline.model import Model
 from workers import stdio
 from workers.chips import holder
@@ -48,6 +48,20 @@ def main() -> int:
     devices.add_argument("role", choices=("prefill", "decode"))
     prove = commands.add_parser("checklist", help="on a machine with the chip: prove what was inferred without one")
     prove.add_argument("device", choices=("atom",))
+    alone = commands.add_parser("validate", help="a prefill device alone, next to transformers' own model")
+    alone.add_argument("--report", type=Path, metavar="OUT.json")
+    sweep = commands.add_parser("sweep", help="what a prefill device computes, kept in files and compared")
+    sweeps = sweep.add_subparsers(dest="sweep", required=True)
+    exported = sweeps.add_parser("export", help="K, V and logits of each prompt, into a new folder")
+    exported.add_argument("folder", type=Path)
+    causal = sweeps.add_parser("causality", help="a later token that changes must leave earlier K and V as they were")
+    for one in (alone, exported, causal):
+        one.add_argument("--factory", default="", metavar="PACKAGE.MODULE:CALLABLE", help="as for a worker")
+        one.add_argument("--lengths", default="1,17,128,500", help="prompt tokens, as in 1,17,128,500")
+    compared = sweeps.add_parser("compare", help="two exports of the same model")
+    compared.add_argument("a", type=Path)
+    compared.add_argument("b", type=Path)
+    compared.add_argument("--least-cosine", type=float, default=0.995)
     native = commands.add_parser("baseline", help="answers of transformers' generate, for kvrelay validate")
     native.add_argument("out", type=Path, metavar="OUT.json")
     native.add_argument("--lengths", default="short,medium,long", help="of prompts; all three, unless named")
@@ -87,6 +101,18 @@ def main() -> int:
                 random_ids=arguments.random,
             )
             return 0
+        if arguments.command == "validate":
+            from workers.validate import validate  # torch: only where it is asked for
+
+            return validate(
+                config,
+                Model.locate(config),
+                factory=arguments.factory,
+                lengths=_numbers(arguments.lengths),
+                report=arguments.report,
+            )
+        if arguments.command == "sweep":
+            return _sweep(arguments, config)
         if arguments.command == "checklist":
             from workers.devices.atom import checklist  # torch and more: only where it is asked for
 
@@ -100,6 +126,27 @@ def main() -> int:
     except KVRelayError as error:
         print(f"kvrelay {arguments.command}: {error}", file=sys.stderr)
         return 1
+
+
+def _sweep(arguments: argparse.Namespace, config: Config) -> int:
+    from workers import sweep  # torch: only where it is asked for
+
+    if arguments.sweep == "compare":
+        return sweep.compare(arguments.a, arguments.b, arguments.least_cosine)
+    model, lengths = Model.locate(config), _numbers(arguments.lengths)
+    if arguments.sweep == "export":
+        return sweep.export(config, model, factory=arguments.factory, lengths=lengths, folder=arguments.folder)
+    return sweep.causality(config, model, factory=arguments.factory, lengths=lengths)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [0]
+    if min(numbers) < 1:
+        raise ConfigError("--lengths", text, "must be numbers of prompt tokens, as in 1,17,128,500")
+    return numbers
 
 
 def _device(role: str, config: Config) -> str:
