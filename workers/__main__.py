@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import importlib
 import json
 import logging
 import os
@@ -47,7 +48,7 @@ def main() -> int:
     )
     devices.add_argument("role", choices=("prefill", "decode"))
     prove = commands.add_parser("checklist", help="on a machine with the chip: prove what was inferred without one")
-    prove.add_argument("device", choices=("atom",))
+    prove.add_argument("device", choices=("atom", "rngd"))
     alone = commands.add_parser("validate", help="a prefill device alone, next to transformers' own model")
     alone.add_argument("--report", type=Path, metavar="OUT.json")
     sweep = commands.add_parser("sweep", help="what a prefill device computes, kept in files and compared")
@@ -114,9 +115,8 @@ def main() -> int:
         if arguments.command == "sweep":
             return _sweep(arguments, config)
         if arguments.command == "checklist":
-            from workers.devices.atom import checklist  # torch and more: only where it is asked for
-
-            return checklist(config, Model.locate(config))
+            device = importlib.import_module(f"workers.devices.{arguments.device}")  # torch: only where it is asked for
+            return int(device.checklist(config, Model.locate(config)))
         if arguments.command == "devices":
             print(json.dumps(_devices(arguments.role, config)))
             return 0

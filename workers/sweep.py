@@ -77,14 +77,15 @@ def causality(config: Config, model: Model, *, factory: str, lengths: Sequence[i
         for changed in sorted({length // 2, length - 1} - {0}):
             other = [*prompt]
             other[changed] = (prompt[changed] + 1) % _vocabulary(model)
-            seen = _first_layer_that_saw(Prefilled.by(device, prompt), Prefilled.by(device, other), changed)
+            seen = first_layer_that_saw(Prefilled.by(device, prompt), Prefilled.by(device, other), changed)
             failed |= seen is not None
             verdict = "PASS" if seen is None else f"FAIL: layer {seen}"
             print(f"{verdict}  {length} tokens, token {changed} changed", flush=True)
     return int(failed)
 
 
-def _first_layer_that_saw(a: Prefilled, b: Prefilled, changed: int) -> int | None:
+def first_layer_that_saw(a: Prefilled, b: Prefilled, changed: int) -> int | None:
+    """The first layer whose K or V of tokens before `changed` are not the same, bit for bit. a, b: equal up to there."""
     for index, (one, other) in enumerate(zip(a.layers, b.layers, strict=True)):
         earlier = max(0, changed - one.first)
         for x, y in ((one.k, other.k), (one.v, other.v)):

@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from pipeline.config import Config
 from pipeline.errors import DeviceError
 from pipeline.model import Model
 from workers.devices import PrefillDevice, open_prefill
-from workers.prefilled import Layer, Prefilled, differences
+from workers.prefilled import Difference, Layer, Prefilled, differences
 from workers.versions import versions
 
 try:
@@ -67,6 +67,44 @@ class Native:
         return Prefilled(tuple(tokens), tuple(layers), answer.logits[0, -1].numpy())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One prompt. lead: of the native model's first token over its second, in standard deviations of its logits.
+    seconds: that the device took."""
+
+    passed: bool
+    sentence: str
+    token: int
+    native_token: int
+    lead: float
+    seconds: float
+    differences: list[Difference]
+
+
+def judge(device: PrefillDevice, native: Native, tokens: Sequence[int]) -> Verdict:
+    dtype = device.geometry.dtype
+    started = time.monotonic()
+    mine = Prefilled.by(device, tokens)
+    seconds = time.monotonic() - started
+    wanted = native.prefill(tokens)
+    found = differences(mine, wanted)
+    worst = min(found, key=lambda one: one.cosine)
+    second, first = np.partition(wanted.logits, -2)[-2:]
+    lead = float((first - second) / wanted.logits.std())
+    same = mine.token == wanted.token
+    token = f"{mine.token}" if same else f"{mine.token}, not {wanted.token}"
+    largest = max(one.largest for one in found)
+    return Verdict(
+        passed=worst.cosine >= LEAST_COSINE[dtype] and (same or lead < CLEAR[dtype]),
+        sentence=f"first token {token}, least cosine {worst.cosine:.6f} ({worst.what}), largest difference {largest:g}",
+        token=mine.token,
+        native_token=wanted.token,
+        lead=lead,
+        seconds=seconds,
+        differences=found,
+    )
+
+
 def validate(config: Config, model: Model, *, factory: str, lengths: Sequence[int], report: Path | None) -> int:
     """Prints a line for each prompt; 1 if one failed. report: where the whole result goes, as JSON."""
     device = open_prefill(config, model, factory)
@@ -74,33 +112,9 @@ def validate(config: Config, model: Model, *, factory: str, lengths: Sequence[in
     dtype = device.geometry.dtype
     results: list[dict[str, Any]] = []
     for length in lengths:
-        tokens = fixture(length, native.vocabulary)
-        started = time.monotonic()
-        mine = Prefilled.by(device, tokens)
-        seconds = time.monotonic() - started
-        wanted = native.prefill(tokens)
-        found = differences(mine, wanted)
-        worst = min(found, key=lambda one: one.cosine)
-        second, first = np.partition(wanted.logits, -2)[-2:]
-        lead = float((first - second) / wanted.logits.std())
-        same = mine.token == wanted.token
-        passed = worst.cosine >= LEAST_COSINE[dtype] and (same or lead < CLEAR[dtype])
-        results.append(
-            {
-                "tokens": length,
-                "passed": passed,
-                "first_token": {"device": mine.token, "native": wanted.token, "lead": lead},
-                "seconds": seconds,
-                "differences": [asdict(one) for one in found],
-            }
-        )
-        token = f"{mine.token}" if same else f"{mine.token}, not {wanted.token}"
-        largest = max(one.largest for one in found)
-        print(
-            f"{'PASS' if passed else 'FAIL'}  {length} tokens: first token {token}, "
-            f"least cosine {worst.cosine:.6f} ({worst.what}), largest difference {largest:g}",
-            flush=True,
-        )
+        verdict = judge(device, native, fixture(length, native.vocabulary))
+        results.append({"tokens": length, **asdict(verdict)})
+        print(f"{'PASS' if verdict.passed else 'FAIL'}  {length} tokens: {verdict.sentence}", flush=True)
     refused = _oversized_is_refused(device, native.vocabulary)
     print(f"{'PASS' if refused else 'FAIL'}  {device.max_tokens + 1} tokens are refused, and the next prompt is right")
     passed = refused and all(result["passed"] for result in results)

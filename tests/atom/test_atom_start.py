@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from pipeline.model import SIM
-from workers.devices.atom.vendor import CALLS, drift
+from workers.devices.atom.vendor import CALLS
+from workers.devices.drift import drift
 
 TOP = Path(__file__).parents[2]
 EMULATED = {"PYTHONPATH": str(TOP / "tests" / "emulation"), "KVR_TEST_EMULATED_NPU": "RBLN-CA22"}
@@ -122,7 +123,7 @@ def test_the_checklist_passes_on_the_emulated_chip_and_fails_where_a_fault_is(ll
 
 
 def test_the_vendor_s_calls_are_those_that_were_recorded() -> None:
-    assert drift() == []
+    assert drift(CALLS) == []
 
 
 def test_a_vendor_s_call_that_changed_or_went_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +132,7 @@ def test_a_vendor_s_call_that_changed_or_went_is_named(monkeypatch: pytest.Monke
     monkeypatch.delattr(rebel, "device_count")
     call = next(call for call in CALLS if call.endswith(".from_pretrained"))
     monkeypatch.setitem(CALLS, call, "model_id")
-    assert drift() == [
+    assert drift(CALLS) == [
         f"{call.partition(':')[2]} takes (model_id export rbln_config kwargs), and took (model_id)",
         "device_count is gone from rebel",
     ]

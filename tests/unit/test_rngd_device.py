@@ -13,10 +13,13 @@ from pipeline.config import Config
 from pipeline.errors import Cancelled, DeviceError
 from pipeline.model import SIM, Model
 from tests.unit.test_torch_device import FAMILIES, SMALL, WINDOW, prompt_of
+from workers import checklist
 from workers.devices.family import geometry, load_weights, text_config
+from workers.devices.rngd.checklist import device_checks
 from workers.devices.rngd.graphs import Network
 from workers.devices.rngd.plan import Plan
 from workers.devices.rngd.prefill import IN_FLIGHT, RngdPrefill
+from workers.validate import Native
 
 CONTEXT = 256
 WIDTHS = (16, 32, 64)
@@ -289,3 +292,26 @@ def test_least_padding_is_a_real_choice() -> None:
     plan = Plan((16, 64), 256)
     assert [chunk.width for chunk in plan.chunks(65)] == [64, 16]
     assert [chunk.width for chunk in plan.chunks(120)] == [64, 64]
+
+
+# The checklist
+
+
+def test_the_checklist_passes_on_a_good_device_and_names_what_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rig = Rig(save("gemma3", tmp_path), Plan((16, 32), 64), max_tokens=64)
+    native = Native(Model(tmp_path), rig.device)
+    assert checklist.run(device_checks(rig.device, native)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 9
+    assert all(line.startswith("PASS  ") for line in lines), lines
+    mask = rig.device.network.mask
+    monkeypatch.setattr(rig.device.network, "mask", lambda *shape: torch.zeros_like(mask(*shape)))
+    assert checklist.run(device_checks(rig.device, native)) == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL  ")]
+    assert len(failed) == 7, "parity at each of six lengths, and causality"
+    assert "FAIL  no token sees a later one: Failed: layer 1 changes" in failed[-1]
+    monkeypatch.setattr(RngdPrefill, "logits", lambda *_: np.random.default_rng().normal(size=300).astype(np.float32))
+    checklist.run(device_checks(rig.device, native))
+    assert "FAIL  nothing of one prompt is left for the next" in capsys.readouterr().out

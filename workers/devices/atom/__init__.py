@@ -20,7 +20,8 @@ from pipeline.config import Config
 from pipeline.errors import ConfigError, DeviceError
 from pipeline.model import Model
 from workers.chips import claim
-from workers.devices.atom.vendor import drift
+from workers.devices.atom.vendor import CALLS
+from workers.devices.drift import drift
 
 if TYPE_CHECKING:
     from workers.devices.atom.decode import AtomDecode
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 def open_decode(config: Config, model: Model) -> "AtomDecode":
     """Raises DeviceError if the SDK, the chip, or a way to import KV caches is missing."""
     present = chips("atom", config)
-    for change in drift():
+    for change in drift(CALLS):
         log.warning("not as it was tested: %s", change, extra={"action": "vendor_drift"})
     try:
         from workers.devices.atom.compiled import load
@@ -56,7 +57,7 @@ def checklist(config: Config, model: Model) -> int:
     try:
         from workers.devices.atom.checklist import run
     except (ImportError, AttributeError) as error:
-        print("FAIL  the vendor's calls are those that were tested:", "; ".join(drift()) or error)
+        print("FAIL  the vendor's calls are those that were tested:", "; ".join(drift(CALLS)) or error)
         return 1
     return run(config, model)
 

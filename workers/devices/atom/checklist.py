@@ -4,8 +4,7 @@ KVR_MODEL is decoded as a worker would do it, with the same settings; transforme
 """
 
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -13,39 +12,28 @@ import numpy as np
 import torch
 
 from pipeline.config import Config
-from pipeline.errors import KVRelayError
 from pipeline.model import Model
+from workers import checklist
+from workers.checklist import Check, Failed, unchanged
 from workers.devices import open_decode
 from workers.devices.atom.caches import Route
 from workers.devices.atom.decode import AtomDecode
-from workers.devices.atom.vendor import CALLS, drift
+from workers.devices.atom.vendor import CALLS
+from workers.devices.drift import drift
 from workers.devices.family import load_weights
 
 NEW = 16  # tokens compared
 Cache = list[tuple[int, int, torch.Tensor, torch.Tensor]]  # (layer, first token, K, V `[kv_heads, tokens, head_dim]`)
 
 
-class Failed(KVRelayError):
-    """A check came out otherwise than inferred."""
-
-
 def run(config: Config, model: Model) -> int:
     """Prints a line for each check; 1 if one failed."""
-    config = replace(config, decode_device="atom", fallback="local")  # so that it opens without a route, too
-    failures = 0
-    for name, check in _checks(config, model):
-        started = time.monotonic()
-        try:
-            verdict, detail = "PASS", check()
-        except Exception as error:  # the vendor's may raise anything, and the next check still says something
-            verdict, detail = "FAIL", f"{type(error).__name__}: {error}"
-            failures += 1
-        print(f"{verdict}  {name}: {' '.join(detail.split())} ({time.monotonic() - started:.1f} s)", flush=True)
-    return int(failures > 0)
+    # with a fallback, so that it opens without a route, too
+    return checklist.run(_checks(replace(config, decode_device="atom", fallback="local"), model))
 
 
-def _checks(config: Config, model: Model) -> Iterator[tuple[str, Callable[[], str]]]:
-    yield "the vendor's calls are those that were tested", _calls
+def _checks(config: Config, model: Model) -> Iterator[Check]:
+    yield "the vendor's calls are those that were tested", lambda: unchanged(drift(CALLS), len(CALLS))
     opened: list[AtomDecode] = []
     yield "the model compiles, loads, and takes KV caches in", lambda: _open(config, model, opened)
     if not opened:
@@ -66,12 +54,6 @@ def _checks(config: Config, model: Model) -> Iterator[tuple[str, Callable[[], st
         )
     yield "rows that idle, and slots filled meanwhile, change nothing", bench.neighbours
     yield "ATOM's own prefill lets no token see a later one", bench.causality
-
-
-def _calls() -> str:
-    if changes := drift():
-        raise Failed("; ".join(changes))
-    return f"{len(CALLS)} names"
 
 
 def _open(config: Config, model: Model, opened: list[AtomDecode]) -> str:

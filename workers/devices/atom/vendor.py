@@ -3,10 +3,6 @@
 `rebel` is closed; of it the names are known, not the signatures.
 """
 
-import importlib
-import inspect
-from typing import Any
-
 _MODEL = "optimum.rbln.transformers.models.decoderonly.modeling_decoderonly:RBLNDecoderOnlyModelForCausalLM"
 _CONFIG = "optimum.rbln.transformers.models.decoderonly.configuration_decoderonly:RBLNDecoderOnlyModelForCausalLMConfig"
 _RUNTIME = "optimum.rbln.transformers.models.decoderonly.decoderonly_runtime_utils:RBLNRuntimeModel"
@@ -43,22 +39,3 @@ CALLS: dict[str, str | None] = {
     "rebel:device_count": None,
     "rebel.kv_cache:aligned_tensor": None,
 }
-
-
-def drift() -> list[str]:
-    """What is there now and was not so, a sentence each."""
-    return [sentence for call, recorded in CALLS.items() if (sentence := _changed(call, recorded))]
-
-
-def _changed(call: str, recorded: str | None) -> str | None:
-    module, _, path = call.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for name in path.split("."):
-            found = getattr(found, name)
-    except (ImportError, AttributeError):
-        return f"{path} is gone from {module}"
-    if recorded is None:
-        return None
-    parameters = " ".join(inspect.signature(found).parameters)
-    return None if parameters == recorded else f"{path} takes ({parameters}), and took ({recorded})"

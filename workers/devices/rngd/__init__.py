@@ -13,6 +13,7 @@ import json
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 
 from pipeline.config import Config
 from pipeline.errors import ConfigError, DeviceError
@@ -29,6 +30,7 @@ PROBE_SECONDS = 120
 PROBE = """
 import json
 import sys
+from dataclasses import replace
 from workers.devices.rngd.chip import prepare
 prepare(int(sys.argv[1]))
 import torch
@@ -78,6 +80,20 @@ def open_prefill(config: Config, model: Model) -> PrefillDevice:
     except BaseException:
         claimed.release()  # this process may go on, and try again
         raise
+
+
+def checklist(config: Config, model: Model) -> int:
+    """Proves on the chip what was inferred without one. Prints a line for each; 1 if one failed."""
+    chips("rngd", config)
+    from workers import checklist as shared
+    from workers.devices import open_prefill as open_device
+    from workers.devices.rngd.checklist import device_checks, vendor_checks
+    from workers.validate import Native
+
+    opened: list[PrefillDevice] = []
+    config = replace(config, prefill_device="rngd")
+    failed = shared.run(vendor_checks(lambda: open_device(config, model), opened))
+    return max([failed, *(shared.run(device_checks(device, Native(model, device))) for device in opened)])
 
 
 def chips(_device: str, config: Config) -> dict[int, str]:
