@@ -5,10 +5,7 @@ worker calls it (`workers/prefilled.py`).
 """
 
 import json
-import shlex
-import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +16,7 @@ from pipeline.model import Model
 from workers.devices import open_prefill
 from workers.prefilled import Prefilled, differences
 from workers.validate import fixture
-from workers.versions import versions
+from workers.versions import provenance
 
 ABOUT = "about.json"
 
@@ -31,15 +28,7 @@ def export(config: Config, model: Model, *, factory: str, lengths: Sequence[int]
     for length in lengths:
         Prefilled.by(device, fixture(length, _vocabulary(model))).save(folder / f"{length}.npz")
         print(f"{length} tokens", flush=True)
-    about = {
-        "command": f"python -m workers {shlex.join(sys.argv[1:])}",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
-        "model": config.name,
-        "digest": device.geometry.model,
-        "device": factory or config.prefill_device,
-        "dtype": device.geometry.dtype,
-    }
+    about = provenance(config, device.geometry, factory or config.prefill_device)
     (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return 0
 

@@ -7,12 +7,9 @@ in float32.
 
 import json
 import random
-import shlex
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,7 @@ from pipeline.errors import DeviceError
 from pipeline.model import Model
 from workers.devices import PrefillDevice, open_prefill
 from workers.prefilled import Difference, Layer, Prefilled, differences
-from workers.versions import versions
+from workers.versions import provenance
 
 try:
     import torch
@@ -109,7 +106,6 @@ def validate(config: Config, model: Model, *, factory: str, lengths: Sequence[in
     """Prints a line for each prompt; 1 if one failed. report: where the whole result goes, as JSON."""
     device = open_prefill(config, model, factory)
     native = Native(model, device)
-    dtype = device.geometry.dtype
     results: list[dict[str, Any]] = []
     for length in lengths:
         verdict = judge(device, native, fixture(length, native.vocabulary))
@@ -119,16 +115,8 @@ def validate(config: Config, model: Model, *, factory: str, lengths: Sequence[in
     print(f"{'PASS' if refused else 'FAIL'}  {device.max_tokens + 1} tokens are refused, and the next prompt is right")
     passed = refused and all(result["passed"] for result in results)
     if report is not None:
-        header = {
-            "command": f"python -m workers {shlex.join(sys.argv[1:])}",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "versions": versions(),
-            "model": config.name,
-            "digest": device.geometry.model,
-            "device": factory or config.prefill_device,
-            "dtype": dtype,
-            "least_cosine": LEAST_COSINE[dtype],
-        }
+        header = provenance(config, device.geometry, factory or config.prefill_device)
+        header["least_cosine"] = LEAST_COSINE[device.geometry.dtype]
         whole = {**header, "passed": passed, "oversized_refused": refused, "prompts": results}
         report.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     return int(not passed)

@@ -12,12 +12,12 @@ import rebel
 
 Tensor = torch.Tensor
 
-_library = torch.library.Library("rbln_custom_ops", "DEF")
+_operators = torch.library.Library("rbln_custom_ops", "DEF")
 
 
 def _define(schema: str, function: Callable[..., Tensor]) -> None:
-    _library.define(schema)
-    _library.impl(schema.split("(")[0], function, "CPU")
+    _operators.define(schema)
+    _operators.impl(schema.split("(")[0], function, "CPU")
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
