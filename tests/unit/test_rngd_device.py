@@ -1,6 +1,5 @@
 """The rngd device's computation, on plain modules of PyTorch: the same as transformers' own model, in float32."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -284,7 +283,6 @@ def test_the_past_of_a_chunk_finds_a_length_that_holds_it() -> None:
     plan = Plan((128, 512, 2048, 8192), 9216)
     assert plan.past_lengths == [128, 512, 2048, 8192, 9216]
     assert all(any(length >= start for length in plan.past_lengths) for start, _ in plan.starts())
-    json.dumps(sorted(plan.starts()))
 
 
 def test_least_padding_is_a_real_choice() -> None:

@@ -104,9 +104,8 @@ class AtomDecode:
             raise DeviceError(f"{len(tokens)} tokens leave no room to step in a slot of {self.max_tokens}")
         self._clean(slot)
         chunk = self._rbln.prefill_chunk_size
-        overhangs = (
-            -(-len(tokens) // chunk) * chunk > self._rbln.max_seq_len
-        )  # its padding would leave the slot's blocks
+        padded = -(-len(tokens) // chunk) * chunk
+        overhangs = padded > self._rbln.max_seq_len  # it would write into other slots' blocks
         if overhangs or self._rbln.use_bidirectional_prefill:  # optimum-rbln 0.12 compiles Gemma-3's text model so
             self._step_through(slot, tokens)
         else:

@@ -28,7 +28,7 @@ class Plan:
         Each further chunk counts as the least width, for what its launches cost; that is a guess, not a measurement.
         """
         cut, start = [], 0
-        for width in self._widths(tokens):
+        for width in self._best(tokens)[1]:
             cut.append(Chunk(start, min(width, tokens - start), width))
             start += width
         return cut
@@ -46,9 +46,6 @@ class Plan:
     def starts(self) -> Iterator[tuple[int, int]]:
         """Every (start, width) that some prompt needs."""
         yield from sorted({(chunk.start, chunk.width) for n in range(1, self._context + 1) for chunk in self.chunks(n)})
-
-    def _widths(self, tokens: int) -> tuple[int, ...]:
-        return self._best(tokens)[1]
 
     @functools.cache  # noqa: B019 - one plan a process
     def _best(self, tokens: int) -> tuple[int, tuple[int, ...]]:
