@@ -22,7 +22,9 @@ def _setting(default: Any, explain: str) -> Any:
 class Config:
     """One per process. The metadata of each field is its line in ``.env.example``."""
 
-    model: str = _setting(DEFAULT_MODEL, "smollm2-135m, sim, a directory, or a hub id (owner/name)")
+    model: str = _setting(
+        DEFAULT_MODEL, "smollm2-135m, qwen2.5-coder-0.5b, gemma-3-270m, sim, a directory, or a hub id (owner/name)"
+    )
     served_name: str = _setting("", "the model's name in the API and in Redis; empty: from KVR_MODEL")
     cache: str = _setting("~/.cache/kvrelay", "where fetched and converted models are kept")
     context: int = _setting(8192, "tokens of prompt and answer together; every worker must hold it")

@@ -18,12 +18,13 @@ import numpy as np
 from pipeline.config import Config
 from pipeline.errors import DeviceError
 from pipeline.model import Model
-from workers.devices import PrefillDevice, open_prefill
+from workers.devices import Logits, PrefillDevice, open_prefill
 from workers.prefilled import Difference, Layer, Prefilled, differences
 from workers.versions import provenance
 
 try:
     import torch
+    from transformers import GenerationConfig
 
     from workers.devices.family import load_weights
 except ImportError as error:
@@ -63,6 +64,21 @@ class Native:
             )
         return Prefilled(tuple(tokens), tuple(layers), answer.logits[0, -1].numpy())
 
+    def answer(self, tokens: Sequence[int], new: int) -> tuple[list[int], list[float]]:
+        """`generate`, greedy, beyond EOS: so many new tokens, and the lead of each."""
+        with torch.inference_mode():
+            out = self._network.generate(
+                torch.tensor([list(tokens)]),
+                generation_config=GenerationConfig(
+                    max_new_tokens=new,
+                    do_sample=False,
+                    pad_token_id=0,
+                    output_logits=True,
+                    return_dict_in_generate=True,
+                ),
+            )
+        return out.sequences[0, len(tokens) :].tolist(), [_lead(logits[0].numpy()) for logits in out.logits]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
@@ -86,8 +102,7 @@ def judge(device: PrefillDevice, native: Native, tokens: Sequence[int]) -> Verdi
     wanted = native.prefill(tokens)
     found = differences(mine, wanted)
     worst = min(found, key=lambda one: one.cosine)
-    second, first = np.partition(wanted.logits, -2)[-2:]
-    lead = float((first - second) / wanted.logits.std())
+    lead = _lead(wanted.logits)
     same = mine.token == wanted.token
     token = f"{mine.token}" if same else f"{mine.token}, not {wanted.token}"
     largest = max(one.largest for one in found)
@@ -100,6 +115,12 @@ def judge(device: PrefillDevice, native: Native, tokens: Sequence[int]) -> Verdi
         seconds=seconds,
         differences=found,
     )
+
+
+def _lead(logits: Logits) -> float:
+    """Of the best over the second, in standard deviations of all."""
+    second, first = np.partition(logits, -2)[-2:]
+    return float((first - second) / logits.std())
 
 
 def validate(config: Config, model: Model, *, factory: str, lengths: Sequence[int], report: Path | None) -> int:
