@@ -7,10 +7,16 @@ ifdef MODEL
 export KVR_MODEL := $(MODEL)
 endif
 
+# what opt-in tests have measured is kept there, as in EVIDENCE=docs/evidence
+ifdef EVIDENCE
+export KVR_TEST_EVIDENCE := $(EVIDENCE)
+endif
+
 ATOM := .venv-atom
 RNGD := .venv-rngd
 
-.PHONY: run test lint bench clean env-atom test-atom env-rngd check-rngd
+.PHONY: run test lint bench clean env-atom test-atom env-rngd check-rngd \
+  .check-rngd validate-models
 
 run: $(VENV)/.installed
 	@$(BIN)/kvrelay pull
@@ -40,6 +46,12 @@ check-rngd: $(VENV)/.installed-dev
 	$(RNGD)/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints-rngd.txt -e '.[test]'
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(RNGD)/bin/python -m pytest tests/rngd
 	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python -m pytest -m rngd tests/acceptance
+
+# opt-in, hours: kvrelay validate over four models on the CPU, three lengths, and on an emulated ATOM, two
+validate-models: $(VENV)/.installed-dev $(ATOM)/.installed
+	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python -m pytest -m evidence -s -q tests/acceptance/test_four_models.py
+	$(BIN)/kvrelay validate --merge $(or $(EVIDENCE),build/validation)/validate-cpu-*.json
+	$(BIN)/kvrelay validate --merge $(or $(EVIDENCE),build/validation)/validate-atom-*.json
 
 bench: $(VENV)/.installed-dev
 	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python -m pytest -m benchmark -s -q tests/benchmarks

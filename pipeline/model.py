@@ -36,22 +36,16 @@ class Model:
 
     @classmethod
     def locate(cls, config: Config) -> "Model":
-        """Raises ModelMissing if it was not fetched, ConfigError if it cannot hold KVR_CONTEXT."""
+        """Raises ModelMissing if it was not fetched."""
         model = cls(model_directory(config))
         if not (model.directory / "config.json").is_file():
             raise ModelMissing(f"no model in {model.directory}: run `kvrelay pull` (or `make run`) first")
-        if config.context > model.max_tokens:
-            raise ConfigError("KVR_CONTEXT", config.context, f"{config.name} holds at most {model.max_tokens} tokens")
         return model
 
     @cached_property
     def config(self) -> dict[str, Any]:
         values = self._json("config.json")
         return {**values, **values.get("text_config", {})}
-
-    @property
-    def max_tokens(self) -> int:
-        return int(self.config.get("max_position_embeddings", 1 << 20))
 
     @cached_property
     def eos(self) -> frozenset[int]:

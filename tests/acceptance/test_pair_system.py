@@ -2,6 +2,7 @@
 ZeroMQ, decode through optimum-rbln (over an emulated chip); three Python environments, three versions of torch."""
 
 import secrets
+import subprocess
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import transformers
 from tokenizers import Tokenizer
 
 from tests.acceptance.system import wait_for
-from tests.acceptance.test_atom_system import TOP, AtomSystem, save
+from tests.acceptance.test_atom_system import PYTHON, TOP, AtomSystem, save
+from tests.evidence import keep
 from tests.unit.test_torch_device import WINDOW, prompt_of
 
 pytestmark = [pytest.mark.rngd, pytest.mark.timeout(1800)]
@@ -60,6 +62,11 @@ def clear_prompt(model: Any, length: int) -> tuple[list[int], list[int]]:
     raise AssertionError(f"of 500 prompts of {length} tokens none is clear")
 
 
+def kept(system: PairSystem, name: str, lengths: list[int], new: int) -> None:
+    workers = {worker["role"]: worker["versions"] for worker in system.call("GET", "/v1/system")[1]["workers"]}
+    keep("rngd-to-atom", name, prompt_tokens=lengths, new_tokens_each=new, equal=len(lengths), workers=workers)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_tokens_of_a_small_model_equal_transformers(family: str, redis_url: str, tmp_path: Path) -> None:
     model = save(family, tmp_path)
@@ -75,6 +82,7 @@ def test_tokens_of_a_small_model_equal_transformers(family: str, redis_url: str,
         prefill = next(w for w in system.redis.smembers(system.key("workers")) if w.startswith("prefill"))
         assert system.redis.hget(system.key(f"worker:{prefill}"), "device") == "tests.rngd.dfg:build"
         system.wait_idle()
+        kept(system, f"{family}, small", [len(prompt) for prompt in prompts], NEW)
     finally:
         system.close()
 
@@ -92,5 +100,20 @@ def test_smollm2_s_real_weights_through_both_vendors_software(redis_url: str, sm
         assert [system.answer(prompt, NEW_REAL) for prompt in prompts] == right
         assert tokenizer.decode(right[1]).startswith("The capital of France is Paris")
         wait_for(system.idle, "the system is idle again")
+        kept(system, "SmolLM2-135M, real weights", [len(prompt) for prompt in prompts], NEW_REAL)
     finally:
         system.close()
+
+
+def test_the_checklist_passes_with_both_vendors_software(smollm2: Path, tmp_path: Path) -> None:
+    """As somebody would prove two chips: from the one environment, which starts the other."""
+    settings = {"model": smollm2, "context": 160, "slots": 2, "rngd_widths": "128", "atom_dtype": "float32"}
+    environ = PairSystem("redis://127.0.0.1:1/0", tmp_path, **settings).environ
+    environ["KVR_PREFILL_PYTHON"] = str(TOP / ".venv-rngd" / "bin" / "python")
+    command = [PYTHON, "-m", "workers", "checklist", "pair", "--factory", "tests.rngd.dfg:build"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line]
+    assert all(line.startswith("PASS  ") for line in lines)
+    assert [line for line in lines if line.startswith("PASS  129 tokens, prefilled there and decoded here")]
+    keep("rngd-to-atom", "python -m workers checklist pair", lines=lines)

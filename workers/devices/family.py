@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 from typing_extensions import Buffer
 
 from pipeline.config import Config
-from pipeline.errors import DeviceError
+from pipeline.errors import ConfigError, DeviceError
 from pipeline.geometry import Geometry, Layer
 from pipeline.model import Model
 
@@ -25,7 +25,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def text_config(model: Model, config: Config) -> Any:
-    """transformers' configuration of the text model; DeviceError for what would give wrong text."""
+    """transformers' configuration of the text model.
+
+    Raises DeviceError for what would give wrong text, ConfigError for a context that the model does not hold.
+    """
     try:
         whole = AutoConfig.from_pretrained(model.directory, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -43,7 +46,7 @@ def text_config(model: Model, config: Config) -> Any:
         if getattr(hf, trait, None):
             raise DeviceError(f"{whole.model_type} with {trait} is not supported")
     if config.context > hf.max_position_embeddings:
-        raise DeviceError(f"KVR_CONTEXT={config.context}: the model holds at most {hf.max_position_embeddings} tokens")
+        raise ConfigError("KVR_CONTEXT", config.context, f"the model holds at most {hf.max_position_embeddings} tokens")
     return hf
 
 
