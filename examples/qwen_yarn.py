@@ -7,9 +7,9 @@ Both workers need it: a pair of which one lacks it is refused. The stretch is st
 says of it: https://qwen.readthedocs.io/en/latest/deployment/vllm.html#extended-context-support
 """
 
-import contextlib
 import hashlib
 import json
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -55,8 +55,12 @@ def stretched(config: Config, model: Model) -> Model:
         partial = Path(tempfile.mkdtemp(dir=folder.parent))
         for path in model.directory.iterdir():
             if path.name != "config.json":
-                (partial / path.name).symlink_to(path)
+                (partial / path.name).symlink_to(path.resolve())
         (partial / "config.json").write_text(written, encoding="utf-8")
-        with contextlib.suppress(OSError):  # the other worker was faster, with the same
+        try:
             partial.rename(folder)
+        except OSError:
+            shutil.rmtree(partial)
+            if not folder.is_dir():  # else the other worker was faster, with the same
+                raise
     return Model(folder)

@@ -12,6 +12,7 @@ def keep(file: str, name: str, **facts: object) -> None:
     """Under `name` in the folder's `file`, with today's date and the versions of this Python environment."""
     if not (folder := os.environ.get("KVR_TEST_EVIDENCE")):
         return
+    Path(folder).mkdir(parents=True, exist_ok=True)
     path = Path(folder) / f"{file}.json"
     kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     kept[name] = {**facts, "date": datetime.now(UTC).date().isoformat(), "versions": versions()}

@@ -147,7 +147,8 @@ class Generator:
     def answer(self, prompt: list[int]) -> Answer:
         with torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            out = self._network.generate(torch.tensor([prompt]))
+            ids = torch.tensor([prompt])
+            out = self._network.generate(ids, attention_mask=torch.ones_like(ids))  # all of it, whatever fills a batch
         tokens = out.sequences[0, len(prompt) :].tolist()
         best = torch.cat(out.logits).topk(2).values
         return Answer(

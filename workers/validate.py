@@ -64,20 +64,16 @@ class Native:
             )
         return Prefilled(tuple(tokens), tuple(layers), answer.logits[0, -1].numpy())
 
-    def answer(self, tokens: Sequence[int], new: int) -> tuple[list[int], list[float]]:
-        """`generate`, greedy, beyond EOS: so many new tokens, and the lead of each."""
+    def answer(self, tokens: Sequence[int], new: int) -> tuple[list[int], list[Logits]]:
+        """`generate`, greedy, beyond EOS: so many new tokens, and the logits `[vocab]` that each was chosen from."""
+        # in place of the model's own, which would lend it EOS and penalties
+        self._network.generation_config = GenerationConfig(
+            do_sample=False, max_new_tokens=new, pad_token_id=0, output_logits=True, return_dict_in_generate=True
+        )
+        ids = torch.tensor([list(tokens)])
         with torch.inference_mode():
-            out = self._network.generate(
-                torch.tensor([list(tokens)]),
-                generation_config=GenerationConfig(
-                    max_new_tokens=new,
-                    do_sample=False,
-                    pad_token_id=0,
-                    output_logits=True,
-                    return_dict_in_generate=True,
-                ),
-            )
-        return out.sequences[0, len(tokens) :].tolist(), [_lead(logits[0].numpy()) for logits in out.logits]
+            out = self._network.generate(ids, attention_mask=torch.ones_like(ids))  # all of it: 0 is a token, too
+        return out.sequences[0, len(tokens) :].tolist(), [logits[0].numpy() for logits in out.logits]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +98,7 @@ def judge(device: PrefillDevice, native: Native, tokens: Sequence[int]) -> Verdi
     wanted = native.prefill(tokens)
     found = differences(mine, wanted)
     worst = min(found, key=lambda one: one.cosine)
-    lead = _lead(wanted.logits)
+    lead = leads(wanted.logits)
     same = mine.token == wanted.token
     token = f"{mine.token}" if same else f"{mine.token}, not {wanted.token}"
     largest = max(one.largest for one in found)
@@ -117,8 +113,8 @@ def judge(device: PrefillDevice, native: Native, tokens: Sequence[int]) -> Verdi
     )
 
 
-def _lead(logits: Logits) -> float:
-    """Of the best over the second, in standard deviations of all."""
+def leads(logits: Logits) -> float:
+    """By how much the best is before the second, in standard deviations of all."""
     second, first = np.partition(logits, -2)[-2:]
     return float((first - second) / logits.std())
 

@@ -31,7 +31,7 @@ def koni_like() -> Path:
     """The shape of a KONI (Llama 3.1 8B): 32 heads of 128 over 8 of K and V, llama3 RoPE, three tokens that end a text; with
     random weights, few layers, few hidden units and few words."""
     folder = BUILD / KONI
-    if not (folder / "model.safetensors").is_file():
+    if not (folder / "tokenizer.json").is_file():
         torch.manual_seed(1)
         rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
         config = transformers.LlamaConfig(
@@ -81,7 +81,9 @@ def test_every_answer_equals_generate(
     }
     system = (AtomSystem if decode == "atom" else System)(redis_url, tmp_path, **settings)
     system.ready_seconds = 600.0
-    report = Path(os.environ.get("KVR_TEST_EVIDENCE", BUILD)) / f"validate-{decode}-{model}.json"
+    reports = Path(os.environ.get("KVR_TEST_EVIDENCE") or BUILD)
+    reports.mkdir(parents=True, exist_ok=True)
+    report = reports / f"validate-{decode}-{model}.json"
     try:
         system.start_all()
         command = ["validate", str(right), "--lengths", LENGTHS[decode], "--report", str(report)]
