@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 from pipeline.config import Config
-from pipeline.errors import Cancelled, DeviceError
+from pipeline.errors import Cancelled, ConfigError, DeviceError
 from pipeline.geometry import Geometry, Layer
 from pipeline.model import Model
 from workers.devices import Logits, OnLayer
@@ -25,12 +25,12 @@ U64 = NDArray[np.uint64]
 
 
 def open_prefill(config: Config, model: Model) -> "SimPrefill":
-    _refuse_weights(model)
+    _check(config, model)
     return SimPrefill(config)
 
 
 def open_decode(config: Config, model: Model) -> "SimDecode":
-    _refuse_weights(model)
+    _check(config, model)
     return SimDecode(config)
 
 
@@ -121,9 +121,11 @@ class SimDecode:
         self._state[slot] = self._length[slot] = self._input[slot] = 0
 
 
-def _refuse_weights(model: Model) -> None:
+def _check(config: Config, model: Model) -> None:
     if model.config.get("model_type") != "sim":
         raise DeviceError("the sim device serves only KVR_MODEL=sim: it has no use for weights")
+    if config.context > (limit := model.config["max_position_embeddings"]):
+        raise ConfigError("KVR_CONTEXT", config.context, f"the sim model holds at most {limit} tokens")
 
 
 def _geometry(config: Config) -> Geometry:
