@@ -109,9 +109,9 @@ def test_the_checklist_passes_with_both_vendors_software(smollm2: Path, tmp_path
     """As somebody would prove two chips: from the one environment, which starts the other."""
     settings = {"model": smollm2, "context": 160, "slots": 2, "rngd_widths": "128", "atom_dtype": "float32"}
     environ = PairSystem("redis://127.0.0.1:1/0", tmp_path, **settings).environ
-    environ["KVR_PREFILL_PYTHON"] = str(TOP / ".venv-rngd" / "bin" / "python")
+    environ["KVR_PREFILL_PYTHON"] = ".venv-rngd/bin/python"  # relative: it stands in the evidence
     command = [PYTHON, "-m", "workers", "checklist", "pair", "--factory", "tests.rngd.dfg:build"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=TOP, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line]
     assert all(line.startswith("PASS  ") for line in lines)
