@@ -1,6 +1,7 @@
 """The ASGI application: everything is wired here."""
 
 import asyncio
+import contextlib
 import logging
 from typing import Any
 
@@ -18,8 +19,10 @@ from api.system import Live, Models, Ready, System
 from api.text import PromptCodec
 from brokers.store import Store
 from pipeline.config import Config
-from pipeline.errors import KVRelayError
+from pipeline.errors import KVRelayError, RedisAway, RedisRefused
 from pipeline.model import Model
+
+log = logging.getLogger(__name__)
 
 
 class Lifespan:
@@ -31,6 +34,9 @@ class Lifespan:
 
     async def process_startup(self, _scope: Any, _event: Any) -> None:
         self._reading = asyncio.create_task(self._front.reader.run())
+        with contextlib.suppress(RedisAway, RedisRefused):  # readiness says it again
+            if warning := await self._front.store.warning():
+                log.warning(warning, extra={"action": "redis_policy"})
 
     async def process_shutdown(self, _scope: Any, _event: Any) -> None:
         if self._reading is not None:

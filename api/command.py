@@ -9,21 +9,32 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import datetime
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import dotenv
 
 from api.pull import pull
 from api.up import up
 from api.validate import add_arguments, validate
+from brokers.audit import Audit, Problem
+from brokers.curve import Key
+from brokers.dead_letters import DeadLetter, DeadLetters
 from brokers.queue import JobQueue
 from brokers.registry import Registry
 from brokers.store import Store
 from pipeline.config import Config
 from pipeline.errors import ConfigError, KVRelayError
 from pipeline.job import Priority
+
+T = TypeVar("T")
+
+
+class Unknown(KVRelayError):
+    """There is no such job."""
 
 
 class ApiRefused(KVRelayError):
@@ -82,6 +93,27 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(prove)
     prove.set_defaults(run=validate)
 
+    keygen = commands.add_parser(
+        "keygen", help="write a new key for KVR_KV_KEY, which encrypts KV caches between hosts"
+    )
+    keygen.add_argument("file", type=Path)
+    keygen.set_defaults(run=_keygen)
+
+    check = commands.add_parser("check", help="prove that everything in Redis is as it must be")
+    check.add_argument("--repair", action="store_true", help="mend what is not")
+    check.set_defaults(run=_check)
+
+    dead = commands.add_parser("dead", help="jobs that were given up").add_subparsers(dest="dead", required=True)
+    dead.add_parser("list", help="when, after how many attempts, and why").set_defaults(run=_dead_list)
+    for name, run, explained in (
+        ("show", _dead_show, "the reason of every attempt, and what happened when"),
+        ("requeue", _dead_requeue, "all attempts anew, after the tokens that it has; `all` for every one"),
+        ("purge", _dead_purge, "forget it, with its prompt and tokens; `all` for every one"),
+    ):
+        one = dead.add_parser(name, help=explained)
+        one.add_argument("job")
+        one.set_defaults(run=run)
+
     commands.add_parser("queue", help="what waits and what is worked on").set_defaults(run=_queue)
     commands.add_parser("workers", help="who lives, and what they do").set_defaults(run=_workers)
     commands.add_parser("devices", help="what chips are here, and who has them").set_defaults(run=_devices)
@@ -117,31 +149,102 @@ def _cancel(config: Config, arguments: argparse.Namespace) -> int:
 
 
 def _queue(config: Config, _arguments: argparse.Namespace) -> int:
-    async def look() -> list[Any]:
-        store = Store(config)
-        try:
-            return await JobQueue(store).load()
-        finally:
-            await store.close()
-
+    loads = _with_store(config, lambda store: JobQueue(store).load())
     print(f"{'queue':12}{'waiting':>9}{'working':>9}")
-    for name, load in zip(["handed back", *(p.name.lower() for p in Priority)], asyncio.run(look()), strict=True):
+    for name, load in zip(["handed back", *(p.name.lower() for p in Priority)], loads, strict=True):
         print(f"{name:12}{load.waiting:>9}{load.working:>9}")
     return 0
 
 
-def _workers(config: Config, _arguments: argparse.Namespace) -> int:
-    async def look() -> dict[str, dict[str, str]]:
-        store = Store(config)
-        try:
-            return await Registry(store, config.lease_seconds).living()
-        finally:
-            await store.close()
+def _keygen(_config: Config, arguments: argparse.Namespace) -> int:
+    try:
+        Key.write(arguments.file)
+    except OSError as error:
+        raise ConfigError("file", arguments.file, f"cannot be written ({error.strerror})") from None
+    print(f"{arguments.file}: copy it to every host, and set KVR_KV_KEY to it")
+    return 0
 
+
+def _dead_list(config: Config, _arguments: argparse.Namespace) -> int:
+    letters = _with_store(config, lambda store: DeadLetters(store).all())
+    print(f"{'job':40}{'given up':22}{'attempts':>9}  reason")
+    for letter in letters:
+        at = datetime.fromtimestamp(letter.at / 1000).isoformat(" ", timespec="seconds")
+        print(f"{letter.job_id:40}{at:22}{letter.attempts:>9}  {letter.reason}")
+    return 0
+
+
+def _dead_show(config: Config, arguments: argparse.Namespace) -> int:
+    async def look(store: Store) -> tuple[DeadLetter, dict[str, str]]:
+        (letter,) = await _letters(store, arguments.job)
+        return letter, await JobQueue(store).record(letter.job_id)
+
+    letter, record = _with_store(config, look)
+    for attempt, reason in letter.reasons.items():
+        print(f"attempt {attempt}: {reason}")
+    for line in record.get("timeline", "").splitlines():
+        at, _, event = line.partition(" ")
+        print(f"{datetime.fromtimestamp(int(at) / 1000).isoformat(' ', timespec='milliseconds')} {event}")
+    if not record:
+        print(f"{letter.reason}; its record has expired")
+    return 0
+
+
+def _dead_requeue(config: Config, arguments: argparse.Namespace) -> int:
+    async def requeue(store: Store) -> int:
+        failed = 0
+        for letter in await _letters(store, arguments.job):
+            answer = await DeadLetters(store).requeue(letter)
+            failed += answer != "ok"
+            said = _REQUEUED.get(answer, f"is {answer.removeprefix('over:')}, not dead")
+            print(f"{letter.job_id}: {said}")
+        return failed
+
+    return int(_with_store(config, requeue) > 0)
+
+
+def _dead_purge(config: Config, arguments: argparse.Namespace) -> int:
+    async def purge(store: Store) -> int:
+        letters = await _letters(store, arguments.job)
+        await DeadLetters(store).purge(letters)
+        return len(letters)
+
+    print(f"{_with_store(config, purge)} forgotten")
+    return 0
+
+
+_REQUEUED = {"ok": "queued again", "gone": "its record has expired; purge it"}
+
+
+async def _letters(store: Store, job: str) -> list[DeadLetter]:
+    """Of one job, or of all. Raises Unknown."""
+    letters = await DeadLetters(store).all()
+    found = [letter for letter in letters if job in ("all", letter.job_id)]
+    if not found and job != "all":
+        raise Unknown(f"no dead job {job}; kvrelay dead list shows {len(letters)}")
+    return found
+
+
+def _check(config: Config, arguments: argparse.Namespace) -> int:
+    async def look(store: Store) -> list[Problem]:
+        audit = Audit(store, lease_seconds=config.lease_seconds, tick_seconds=config.tick_seconds)
+        problems = await audit.problems()
+        for problem in problems:
+            print(problem)
+        if problems and arguments.repair:
+            problems = await audit.repair()
+            print("mended" if not problems else f"{len(problems)} of them could not be mended")
+        return problems
+
+    return int(bool(_with_store(config, look)))
+
+
+def _workers(config: Config, _arguments: argparse.Namespace) -> int:
+    living = _with_store(config, lambda store: Registry(store, config.lease_seconds).living())
     print(
         f"{'worker':18}{'state':9}{'device':8}{'host':16}{'pid':>8}{'slots':>7}{'busy':>6}{'jobs':>8}{'tokens':>10}{'seen':>8}"
     )
-    for worker, facts in asyncio.run(look()).items():
+    for worker, facts in living.items():
         seen = time.time() - int(facts.get("seen", time.time() * 1000)) / 1000
         row = [facts.get(name, "-") for name in ("state", "device", "host", "pid", "slots", "busy", "jobs", "tokens")]
         print("{:18}{:9}{:8}{:16}{:>8}{:>7}{:>6}{:>8}{:>10}".format(worker, *row) + f"{seen:6.1f} s")
@@ -166,6 +269,19 @@ def _devices(config: Config, _arguments: argparse.Namespace) -> int:
         for chip in json.loads(asked.stdout.splitlines()[-1]):
             print(f"{role:9}{device:8}{chip['chip']:>5}  {chip['name']:24}{chip['holder'] or '-'}")
     return int(failed)
+
+
+def _with_store(config: Config, ask: Callable[[Store], Awaitable[T]]) -> T:
+    """What Redis has to say, without the API."""
+
+    async def asked() -> T:
+        store = Store(config)
+        try:
+            return await ask(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(asked())
 
 
 def _print_events(config: Config, job: str) -> int:

@@ -41,7 +41,9 @@ class System:
     """Who works here, on which software, and what is in use: all of it free again means that nothing was left behind."""
 
     #: Of a worker's facts, those that are numbers.
-    NUMBERS = frozenset({"pid", "slots", "busy", "jobs", "tokens", "bytes", "seen", "local_fallbacks", "overflows"})
+    NUMBERS = frozenset(
+        {"pid", "slots", "capacity", "busy", "jobs", "tokens", "bytes", "seen", "local_fallbacks", "overflows"}
+    )
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -86,6 +88,8 @@ class Ready:
         try:
             workers = await self._front.workers()
             state: dict[str, Any] = {"redis": True, **workers, "ready": all(workers.values())}
+            if warning := await self._front.store.warning():
+                state["warning"] = warning
         except RedisAway:
             state = {"redis": False, "prefill": 0, "decode": 0, "ready": False}
         resp.media = state

@@ -8,6 +8,8 @@
                                                        credits
     credits           sorted set    for ever           decode workers;       <worker>/<nonce>, score = busy places
                                     (members: to use)  lease takes
+    deadlines         sorted set    for ever           submit, finish,       ids of unfinished jobs that have a deadline
+                                    (members: to end)  sweep
     dead              stream        for ever           give_up               jobs given up: job, attempts, reason
     workers           set           for ever           registry              ids that may be alive
     worker:<id>       hash          3 heartbeats       its keeper            role, device, model, host, versions, figures
@@ -45,6 +47,10 @@ class Keys:
     @property
     def credits(self) -> str:
         return self.prefix + "credits"
+
+    @property
+    def deadlines(self) -> str:
+        return self.prefix + "deadlines"
 
     @property
     def dead(self) -> str:

@@ -13,7 +13,9 @@ from typing import Any, Protocol
 import xxhash
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
+from brokers.curve import FAILURES, Key
 from pipeline.errors import FrameError, KVRelayError
 from pipeline.frames import FRAME_LIMIT, Abort, Ack, Commit, Message, Nack, Ok, Open, Part, decode, encode
 from pipeline.geometry import Geometry
@@ -22,6 +24,8 @@ from pipeline.transfer import Transfer
 log = logging.getLogger(__name__)
 
 HIGH_WATER = 64  # messages per peer that libzmq holds before TCP pushes back
+KNOCK_SECONDS = 10.0  # between lines about refused peers
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 REPLY_SECONDS = 1.0  # replies are tiny; a peer that does not take one for so long is gone
 
 
@@ -50,7 +54,9 @@ class _Arrival:
 
 
 class KVReceiver:
-    def __init__(self, *, host: str, geometry: Geometry, context: int, part_seconds: float, desk: Desk) -> None:
+    def __init__(
+        self, *, host: str, key: Key | None, geometry: Geometry, context: int, part_seconds: float, desk: Desk
+    ) -> None:
         self._geometry = geometry
         self._context = context
         self._part_seconds = part_seconds
@@ -69,6 +75,15 @@ class KVReceiver:
             (zmq.TCP_KEEPALIVE, 1),
         ):
             self._socket.setsockopt(option, value)
+        if key is not None:
+            key.serve(self._socket)
+        elif host not in LOOPBACK:
+            log.warning(
+                "KV caches are received on %s in the clear, from anybody; KVR_KV_KEY encrypts them",
+                host,
+                extra={"action": "no_key"},
+            )
+        self._monitor = self._socket.get_monitor_socket(FAILURES)
         self._socket.bind(f"tcp://{host}:0")
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -80,6 +95,15 @@ class KVReceiver:
                 await self._receive(frames)
             except FrameError as error:
                 log.warning("refused a KV message: %s", error, extra={"action": "frame_refused"})
+
+    async def watch(self) -> None:
+        """For ever: says when somebody knocks who has another key, or none. Once in a while, for he will knock again."""
+        quiet_until = 0.0
+        while True:
+            await recv_monitor_message(self._monitor)
+            if time.monotonic() > quiet_until:
+                quiet_until = time.monotonic() + KNOCK_SECONDS
+                log.warning("a peer with another key, or none, was refused", extra={"action": "key_refused"})
 
     def arrivals(self) -> dict[str, Transfer]:
         """nonce → transfer, of those that wait for more frames."""
@@ -98,6 +122,7 @@ class KVReceiver:
     def close(self) -> None:
         for task in self._commits:
             task.cancel()
+        self._socket.disable_monitor()
         self._zmq.destroy(linger=0)
 
     async def _receive(self, frames: list[zmq.Frame]) -> None:

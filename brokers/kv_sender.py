@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 from typing_extensions import Buffer
 
+from brokers.curve import Key
 from pipeline.errors import CreditVoid, FrameError, TransferError
 from pipeline.frames import PART_BYTES, Abort, Ack, Commit, Message, Nack, Ok, Open, Part, decode, encode
 from pipeline.geometry import Geometry
@@ -29,8 +30,17 @@ IDLE_SECONDS = 60.0  # a connection unused for so long is closed: its decode wor
 
 
 class KVSender:
-    def __init__(self, *, geometry: Geometry, buffer_bytes: int, open_seconds: float, part_seconds: float) -> None:
+    def __init__(
+        self,
+        *,
+        key: Key | None,
+        geometry: Geometry,
+        buffer_bytes: int,
+        open_seconds: float,
+        part_seconds: float,
+    ) -> None:
         """open_seconds: for an answer to OPEN. part_seconds: for the wire to take a frame, and for the ACK."""
+        self._key = key
         self.geometry = geometry
         self.buffer_bytes = buffer_bytes
         self.open_seconds = open_seconds
@@ -44,7 +54,7 @@ class KVSender:
         Raises CreditVoid if the place is gone or nobody answers, TransferError if the cache is refused.
         """
         self._close_idle()
-        link = self._links.get(endpoint) or _Link(self._zmq, endpoint, int(self.part_seconds * 1000))
+        link = self._links.get(endpoint) or _Link(self._zmq, endpoint, self._key, int(self.part_seconds * 1000))
         self._links[endpoint] = link
         outbound = Outbound(self, link, nonce, lease_id)
         opened = Open(nonce=nonce, job=job_id, lease=lease_id, tokens=tokens, fingerprint=self.geometry.fingerprint())
@@ -74,7 +84,7 @@ class KVSender:
 class _Link:
     """The connection to one decode worker."""
 
-    def __init__(self, context: zmq.asyncio.Context, endpoint: str, send_ms: int) -> None:
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str, key: Key | None, send_ms: int) -> None:
         self.endpoint = endpoint
         self.transfers: dict[str, Outbound] = {}
         self.used = time.monotonic()
@@ -88,6 +98,8 @@ class _Link:
             (zmq.TCP_KEEPALIVE, 1),
         ):
             self._socket.setsockopt(option, value)
+        if key is not None:
+            key.call(self._socket)
         self._socket.connect(endpoint)
         self._reader = asyncio.create_task(self._read())
 

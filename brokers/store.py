@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 #: Redis waits no longer than this in a blocking read, well under the socket's own time-out.
 BLOCK_SECONDS = 1.0
-SOCKET_SECONDS = 5.0
+SOCKET_SECONDS = 3.0
 CONNECTIONS = 32  # a burst of requests waits for one, rather than open a thousand
 
 SCRIPTS = (
@@ -37,6 +37,9 @@ SCRIPTS = (
     "retire",
     "mark",
     "note",
+    "audit",
+    "revive",
+    "strays",
 )
 
 
@@ -75,35 +78,54 @@ class Store:
             decode_responses=True,
             socket_timeout=SOCKET_SECONDS,
             socket_connect_timeout=2.0,
-            # a few quick tries for a connection that died unnoticed; longer outages are the callers' business
-            retry=Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.2), retries=2),
+            # a few quick tries for a connection that died unnoticed; longer outages are the callers' business, and one that
+            # hangs would hang again
+            retry=Retry(
+                ExponentialWithJitterBackoff(base=0.01, cap=0.2), retries=2, supported_errors=(redis.ConnectionError,)
+            ),
         )
         # Any: the driver types every reply as bytes or str at once
         self.redis: Any = Redis.from_pool(pool)
-        self._head: list[str | int | float] = [config.prefix, int(config.keep_seconds * 1000), config.attempts]
-        self._shared_keys = [self.keys.wake, self.keys.dead, self.keys.credits, *self.keys.queues]
-        self._scripts = {name: self.redis.register_script(_source(name)) for name in SCRIPTS}
+        self._prefix = config.prefix
+        self._shared_keys = [
+            *(self.keys.wake, self.keys.dead, self.keys.credits, self.keys.deadlines),
+            *self.keys.queues,
+        ]
+        self._scripts = {name: self.redis.register_script(_source(name, config)) for name in SCRIPTS}
 
     async def run(self, script: str, *args: str | int | float, jobs: Iterable[str] = ()) -> Any:
         """Runs a script on the shared keys and those of `jobs`."""
         keys = [key for job in jobs for key in (self.keys.job(job), self.keys.tokens(job))]
-        return await self._scripts[script](keys=[*self._shared_keys, *keys], args=[*self._head, *args])
+        return await self._scripts[script](keys=[*self._shared_keys, *keys], args=[self._prefix, *args])
 
     @translated
     async def ping(self) -> None:
         await self.redis.ping()
 
+    @translated
+    async def warning(self) -> str:
+        """A sentence about a setting of Redis under which jobs can vanish; '' if there is none."""
+        policy = (await self.redis.info("memory")).get("maxmemory_policy", "noeviction")
+        if policy == "noeviction":
+            return ""
+        return (
+            f"Redis has maxmemory-policy {policy}: when memory is short it drops jobs and tokens without a word. "
+            "Set it to noeviction"
+        )
+
     async def close(self) -> None:
         await self.redis.aclose()
 
 
-def _source(name: str) -> str:
+def _source(name: str, config: Config) -> str:
     scripts = files("brokers") / "scripts"
     states = ", ".join(f"{status} = '{status}'" for status in Status)
     over = ", ".join(f"{status} = true" for status in Status if status in TERMINAL)
     return "\n".join(
         [
             f"local STATE, OVER = {{{states}}}, {{{over}}}",
+            f"local KEEP_MS, DEAD_MS = {config.keep_seconds * 1000:.0f}, {config.dead_seconds * 1000:.0f}",
+            f"local MAX_ATTEMPTS = {config.attempts}",
             (scripts / "prelude.lua").read_text(encoding="utf-8"),
             (scripts / f"{name}.lua").read_text(encoding="utf-8"),
         ]

@@ -47,12 +47,14 @@ class Config:
         "", "local: a decode chip that cannot import a KV cache prefills again itself; empty: never"
     )
     kv_host: str = _setting("127.0.0.1", "address that decode workers receive KV caches on")
+    kv_key: str = _setting("", "file with the key that encrypts KV caches, the same on all hosts; see `kvrelay keygen`")
     kv_buffer_mib: int = _setting(64, "MiB of KV cache computed but not yet sent, per transfer")
 
     queue_bound: int = _setting(1000, "jobs that may wait; the next one is answered 429")
     attempts: int = _setting(3, "leases of one job before it is given up")
     job_seconds: float = _setting(600.0, "a job's deadline, unless the request says `timeout`")
     keep_seconds: float = _setting(3600.0, "how long an ended job and its tokens are kept")
+    dead_seconds: float = _setting(604800.0, "how long a job that was given up is kept, for `kvrelay dead`")
     lease_seconds: float = _setting(5.0, "a worker silent for so long loses its jobs")
     heartbeat_seconds: float = _setting(1.0, "how often a worker says that it lives")
     device_call_seconds: float = _setting(120.0, "a device call older than this counts as wedged")
@@ -179,6 +181,7 @@ _LEAST = {
     "attempts": 1,
     "job_seconds": 0.001,
     "keep_seconds": 1,
+    "dead_seconds": 1,
     "lease_seconds": 0.2,
     "heartbeat_seconds": 0.05,
     "device_call_seconds": 0.1,

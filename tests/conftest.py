@@ -28,7 +28,7 @@ STARTS = 5  # the free port may be taken again before the server has it
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of a server that keeps nothing on disk and ends with the run. KVR_TEST_REDIS_SERVER: which one, for other versions."""
-    binary, folder = _redis_server(), tmp_path_factory.mktemp("redis")
+    binary, folder = redis_server(), tmp_path_factory.mktemp("redis")
     for _ in range(STARTS):
         port = _free_port()
         server = _start(binary, port, folder)
@@ -72,7 +72,7 @@ async def store(config: Config) -> AsyncIterator[Store]:
     await store.close()
 
 
-def _redis_server() -> str:
+def redis_server() -> str:
     beside_python = Path(sys.executable).with_name("redis-server")
     wanted = os.environ.get("KVR_TEST_REDIS_SERVER") or "redis-server"
     found = shutil.which(wanted)

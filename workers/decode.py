@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from brokers.credits import Credits
+from brokers.curve import Key
 from brokers.kv_receiver import KVReceiver
 from brokers.token_log import Append, TokenLog
 from pipeline.errors import ConfigError, DeviceError, KVRelayError, RedisAway, RedisRefused, TransferError
@@ -66,6 +67,7 @@ class DecodeWorker:
         self._scheduler: Scheduler[Sequence] = Scheduler(slots=device.slots, waiting=config.waiting)
         self._receiver = KVReceiver(
             host=config.kv_host,
+            key=Key.read(config.kv_key),
             geometry=device.geometry,
             context=config.context,
             part_seconds=config.part_seconds,
@@ -77,6 +79,7 @@ class DecodeWorker:
         self._work = asyncio.Event()  # something to step or to evict
         self._news = asyncio.Event()  # something to write
         self._room = asyncio.Event()  # a place became free
+        self._offering = asyncio.Lock()  # credits on their way to Redis
         self._jobs_done = self._tokens_done = 0
 
     async def run(self) -> None:
@@ -86,10 +89,12 @@ class DecodeWorker:
             "model": self._device.geometry.model,
             "dtype": self._device.geometry.dtype,
             "slots": self._device.slots,
+            "capacity": self._scheduler.capacity,
             "endpoint": self._receiver.endpoint,
         }
         await self._station.enter(facts, figures=self._figures, ended=self._ended, lost=self._lost)
-        for part in (self._receiver.run(), self._keep_credits(), self._write_tokens(), self._step_forever()):
+        receiver = (self._receiver.run(), self._receiver.watch())
+        for part in (*receiver, self._keep_credits(), self._write_tokens(), self._step_forever()):
             self._station.spawn(part)
         await self._station.draining.wait()
         await self._drain()
@@ -342,12 +347,15 @@ class DecodeWorker:
                 self._room.set()
 
     async def _publish_credits(self) -> None:
-        await self._credits.rescore(list(self._scheduler.listed), self._scheduler.busy)
-        nonces = [secrets.token_hex(12) for _ in range(self._scheduler.owed)]
-        for nonce in nonces:
-            self._scheduler.publish(nonce)
-        if nonces:
-            await self._credits.publish(nonces, self._scheduler.busy)
+        async with self._offering:
+            if self._station.draining.is_set():
+                return
+            await self._credits.rescore(list(self._scheduler.listed), self._scheduler.busy)
+            nonces = [secrets.token_hex(12) for _ in range(self._scheduler.owed)]
+            for nonce in nonces:
+                self._scheduler.publish(nonce)
+            if nonces:
+                await self._credits.publish(nonces, self._scheduler.busy)
 
     async def _audit(self) -> None:
         """Credits that got lost, and transfers whose sender lost the lease or went silent."""
@@ -369,10 +377,13 @@ class DecodeWorker:
 
     async def _drain(self) -> None:
         """No new KV caches; running jobs may finish for the grace time; the rest goes back at once."""
-        withdrawn, self._scheduler.listed = list(self._scheduler.listed), {}
         deadline = time.monotonic() + self._station.config.grace_seconds
         try:
-            await self._credits.withdraw(withdrawn)
+            async with self._offering:
+                withdrawn, self._scheduler.listed = list(self._scheduler.listed), {}
+                await self._credits.withdraw(withdrawn)
+            for nonce in self._receiver.arrivals():  # their senders need not find out by waiting
+                await self._receiver.drop(nonce, "the decode worker shuts down")
             while self._sequences and time.monotonic() < deadline:
                 await asyncio.sleep(0.02)
             for sequence in list(self._sequences.values()):

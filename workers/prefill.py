@@ -9,6 +9,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from brokers.curve import Key
 from brokers.kv_sender import KVSender, Outbound
 from brokers.queue import Lease
 from brokers.token_log import Append, TokenLog
@@ -49,6 +50,7 @@ class PrefillWorker:
         self._decode = decode
         self._log = TokenLog(station.store)
         self._sender = KVSender(
+            key=Key.read(config.kv_key),
             geometry=device.geometry,
             buffer_bytes=config.kv_buffer_mib << 20,
             open_seconds=config.open_seconds,
@@ -56,6 +58,7 @@ class PrefillWorker:
         )
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._turn = asyncio.Lock()  # the device's
+        self._rung: set[str] = set()  # jobs that ended while a lease was asked for: one of them may be the answer
         self._work: dict[asyncio.Task[None], Work] = {}
         self._jobs_done = self._tokens_done = self._bytes_sent = 0
 
@@ -84,6 +87,7 @@ class PrefillWorker:
     async def _step(self) -> None:
         """Lease when the device is free; otherwise, and without work, wait."""
         await self._turn.acquire()
+        self._rung.clear()
         try:
             answer = await self._station.queue.lease(self._station.worker)
         except BaseException:
@@ -91,6 +95,7 @@ class PrefillWorker:
             raise
         if isinstance(answer, Lease):
             work = Work(answer)
+            work.ended = answer.job_id in self._rung
             self._station.vitals.hold(answer.job_id, answer.lease_id)
             task = asyncio.create_task(self._serve(work))
             self._work[task] = work
@@ -220,6 +225,7 @@ class PrefillWorker:
             )
 
     def _ended(self, job_id: str) -> None:
+        self._rung.add(job_id)
         for work in self._work.values():
             if work.lease.job_id == job_id:
                 work.end()

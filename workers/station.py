@@ -67,6 +67,8 @@ class Station:
         }
         self.vitals.publish()
         await self.insist(lambda: self._registry.announce(self.worker, {**self.vitals.facts, "state": "alive"}))
+        if warning := await self.insist(self.store.warning):
+            log.warning(warning, extra={"action": "redis_policy"})
         self.spawn(Bell(self.store).listen(ended))
         self.spawn(self._keep(lost))
         self.spawn(self._publish_figures())
@@ -106,10 +108,11 @@ class Station:
         if self._keeper is not None:
             self._keeper.communicate()  # closes its input: that is its end; before it could announce us again
         try:
-            await self.queue.retire(self.worker)
-            await self._registry.leave(self.worker)
-        except (RedisAway, RedisRefused) as error:
-            log.warning("left without a word: %s", error, extra={"action": "leave"})
+            async with asyncio.timeout(self.config.grace_seconds):
+                await self.queue.retire(self.worker)
+                await self._registry.leave(self.worker)
+        except (RedisAway, RedisRefused, TimeoutError) as error:
+            log.warning("left without a word: %s", error or "Redis hangs", extra={"action": "leave"})
         await self.store.close()
 
     async def _keep(self, lost: Callable[[str], None]) -> None:

@@ -1,7 +1,7 @@
--- ARGV  4.. per job: id, lease, index of the first token, number of tokens, then (token, text) of each, then end status or '', reason
+-- ARGV  2.. per job: id, lease, index of the first token, number of tokens, then (token, text) of each, then end status or '', reason
 -- Answers per job: the next index | lost:<status> | gap:<length of the log>
 -- XADD's explicit id refuses repeats but not gaps: hence the check of the index.
-local answers, i = {}, 4
+local answers, i = {}, 2
 while i <= #ARGV do
   local id, lease, start, count = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
   local first = i + 4

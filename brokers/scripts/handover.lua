@@ -1,5 +1,5 @@
--- ARGV  4 id  5 lease of the prefill worker  6 lease of the decode worker. Answers ok and the request, or lost:<status>.
-local id, from, to = ARGV[4], ARGV[5], ARGV[6]
+-- ARGV  2 id  3 lease of the prefill worker  4 lease of the decode worker. Answers ok and the request, or lost:<status>.
+local id, from, to = ARGV[2], ARGV[3], ARGV[4]
 local job = read(id)
 if not holds(job, to) then
   if not holds(job, from) then return {'lost:' .. (job.status or 'gone')} end

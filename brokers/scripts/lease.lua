@@ -1,6 +1,6 @@
--- ARGV  4 worker  5 random part of the new lease id
+-- ARGV  2 worker  3 random part of the new lease id
 -- A job and a credit, or neither. On no, the answer holds the wake mark to wait from, so that no wake-up is lost.
-local worker, random = ARGV[4], ARGV[5]
+local worker, random = ARGV[2], ARGV[3]
 local bell = redis.call('XREVRANGE', wake_key, '+', '-', 'COUNT', '1')
 local mark = bell[1] and bell[1][1] or '0-0'
 
@@ -23,7 +23,7 @@ local function take(i, entry, id)
   elseif job.lease ~= '' then -- delivered anew because the group was made anew: back to its holder
     note_owner(job, job.lease)
   elseif late(job) then finish(id, job, STATE.expired, 'deadline')
-  elseif job.attempt >= max_attempts then give_up(id, job, 'too many attempts')
+  elseif job.attempt >= MAX_ATTEMPTS then give_up(id, job, 'too many attempts')
   else
     local lease = worker .. '#' .. random
     redis.call('ZREM', credits_key, credit)

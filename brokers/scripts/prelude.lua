@@ -1,14 +1,15 @@
--- Goes before every script. STATE and OVER, the state names, are put in front of it from the table in pipeline/states.py.
+-- Goes before every script. In front of it stand STATE and OVER, the state names from the table in pipeline/states.py, and the
+-- settings KEEP_MS and DEAD_MS, how long an ended job and one that was given up are kept, and MAX_ATTEMPTS.
 --
--- KEYS  1 wake  2 dead  3 credits  4.. queue:0 .. queue:3, then job:<id> and tokens:<id> of the jobs that the caller knows.
+-- KEYS  1 wake  2 dead  3 credits  4 deadlines  5.. queue:0 .. queue:3, then job:<id> and tokens:<id> of the jobs that the caller knows.
 --       A job that a script itself finds in a queue has keys in the same Cluster slot, thanks to the braces in the prefix.
--- ARGV  1 prefix  2 milliseconds that an ended job is kept  3 attempts allowed, then the script's own.
+-- ARGV  1 prefix, then the script's own.
 --
 -- Redis does not undo half a script: each one first reads, then writes. Each is safe to repeat when its reply was lost.
 
-local wake_key, dead_key, credits_key = KEYS[1], KEYS[2], KEYS[3]
-local queues = {[0] = KEYS[4], [1] = KEYS[5], [2] = KEYS[6], [3] = KEYS[7]}
-local prefix, keep_ms, max_attempts = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local wake_key, dead_key, credits_key, deadlines_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local queues = {[0] = KEYS[5], [1] = KEYS[6], [2] = KEYS[7], [3] = KEYS[8]}
+local prefix = ARGV[1]
 local GROUP = 'workers'
 
 local function now()
@@ -55,35 +56,38 @@ local function note(id, event, detail)
 end
 
 -- The one way in which a job ends. Over <=> terminal entry <=> no queue entry <=> no lease.
-local function finish(id, job, status, reason)
+local function finish(id, job, status, reason, kept_ms)
   drop(job.queue, job.entry)
+  redis.call('ZREM', deadlines_key, id)
   redis.call('XADD', log_key(id), (redis.call('XLEN', log_key(id)) + 1) .. '-0', 'end', status, 'reason', reason)
   redis.call('HSET', job_key(id), 'status', status, 'lease', '', 'reason', reason, 'ended', now())
   note(id, status, reason)
-  local at = now() + keep_ms
+  local at = now() + (kept_ms or KEEP_MS)
   redis.call('PEXPIREAT', log_key(id), at)
   redis.call('PEXPIREAT', job_key(id), at + 60000)
   redis.call('PUBLISH', prefix .. 'tombstones', id)
 end
 
 local function give_up(id, job, reason)
-  redis.call('XADD', dead_key, '*', 'job', id, 'attempts', job.attempt, 'reason', reason)
-  finish(id, job, STATE.failed, reason)
+  redis.call('XADD', dead_key, 'MINID', '~', now() - DEAD_MS, '*', 'job', id, 'attempts', job.attempt, 'reason', reason)
+  finish(id, job, STATE.failed, reason, DEAD_MS)
+end
+
+-- To the front: what was begun already is served first.
+local function enqueue(id, reason, attempt)
+  local entry = redis.call('XADD', queues[0], '*', 'job', id)
+  redis.call('HSET', job_key(id), 'status', STATE.queued, 'lease', '', 'queue', 0, 'entry', entry, 'attempt', attempt)
+  note(id, STATE.queued, reason)
+  wake()
 end
 
 -- The holder is gone or gives the job back: another attempt, unless it is too late or there were too many.
 local function requeue(id, job, reason, refund)
   redis.call('HSET', job_key(id), 'why:' .. job.attempt, reason)
-  if refund then
-    job.attempt = job.attempt - 1
-    redis.call('HSET', job_key(id), 'attempt', job.attempt)
-  end
+  if refund then job.attempt = job.attempt - 1 end
   if late(job) then finish(id, job, STATE.expired, 'deadline') return 'expired' end
-  if job.attempt >= max_attempts then give_up(id, job, reason) return 'dead' end
+  if job.attempt >= MAX_ATTEMPTS then give_up(id, job, reason) return 'dead' end
   drop(job.queue, job.entry)
-  local entry = redis.call('XADD', queues[0], '*', 'job', id)
-  redis.call('HSET', job_key(id), 'status', STATE.queued, 'lease', '', 'queue', 0, 'entry', entry)
-  note(id, STATE.queued, reason)
-  wake()
+  enqueue(id, reason, job.attempt)
   return 'queued'
 end

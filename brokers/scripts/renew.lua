@@ -1,6 +1,6 @@
--- ARGV  4.. id, lease of each job held. Answers 1 or 0 for each: 0 is also how a holder learns of a cancel or a deadline.
+-- ARGV  2.. id, lease of each job held. Answers 1 or 0 for each: 0 is also how a holder learns of a cancel or a deadline.
 local answers = {}
-for i = 4, #ARGV, 2 do
+for i = 2, #ARGV, 2 do
   local id, lease = ARGV[i], ARGV[i + 1]
   local job = read(id)
   local mine = holds(job, lease)

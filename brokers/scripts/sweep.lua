@@ -1,8 +1,11 @@
 -- Entries that nobody renewed for a lease: their holders are gone. By any process, every third of a lease.
--- ARGV  4 lease in milliseconds. Answers <id>:<outcome> of each.
+-- Jobs whose deadline has passed are over, whoever has them or has not; the bell tells it to their holders.
+-- Credits and consumers of workers that are gone go, too, the latter once they own nothing. A worker that was only silent
+-- gets a consumer by its next read, and offers its places anew at its next audit.
+-- ARGV  2 lease in milliseconds. Answers <id>:<outcome> of each.
 local outcomes = {}
 for i = 0, #queues do
-  local pending = redis.pcall('XPENDING', queues[i], GROUP, 'IDLE', ARGV[4], '-', '+', '64')
+  local pending = redis.pcall('XPENDING', queues[i], GROUP, 'IDLE', ARGV[2], '-', '+', '64')
   for _, item in ipairs(pending.err and {} or pending) do
     local entry, owner = item[1], item[2]
     local found = redis.call('XRANGE', queues[i], entry, entry)
@@ -18,5 +21,24 @@ for i = 0, #queues do
       end
     end
   end
+end
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', deadlines_key, '-inf', now() - 1, 'LIMIT', '0', '64')) do
+  local job = read(id)
+  if job.status and not over(job) and late(job) then
+    finish(id, job, STATE.expired, 'deadline')
+    outcomes[#outcomes + 1] = id .. ':' .. STATE.expired
+  else redis.call('ZREM', deadlines_key, id) end -- of a job that Redis has forgotten
+end
+for i = 0, #queues do
+  local consumers = redis.pcall('XINFO', 'CONSUMERS', queues[i], GROUP)
+  for _, consumer in ipairs(consumers.err and {} or consumers) do
+    local name, owned = consumer[2], consumer[4]
+    if owned == 0 and redis.call('EXISTS', worker_key(name)) == 0 then
+      redis.call('XGROUP', 'DELCONSUMER', queues[i], GROUP, name)
+    end
+  end
+end
+for _, credit in ipairs(redis.call('ZRANGE', credits_key, 0, -1)) do
+  if redis.call('EXISTS', worker_key(worker_of(credit))) == 0 then redis.call('ZREM', credits_key, credit) end
 end
 return outcomes

@@ -1,5 +1,6 @@
 """A whole system in processes of its own: API and workers on a private Redis, with whatever settings a test asks for."""
 
+import asyncio
 import json
 import os
 import re
@@ -16,6 +17,10 @@ from typing import Any
 
 import psutil
 import redis
+
+from brokers.audit import Audit, Problem
+from brokers.store import Store
+from pipeline.config import Config
 
 
 def free_port() -> int:
@@ -45,6 +50,7 @@ class System:
             "KVR_PORT": str(self.port),
             **{f"KVR_{name.upper()}": str(value) for name, value in settings.items()},
         }
+        self.config = Config.from_env({name: value for name, value in self.environ.items() if name.startswith("KVR_")})
         self.name = self.environ.get("KVR_SERVED_NAME", self.environ["KVR_MODEL"])
         self.python = {"prefill": sys.executable, "decode": sys.executable}
         self.ready_seconds = 90.0
@@ -57,9 +63,11 @@ class System:
 
     # Processes
 
-    def start(self, role: str, count: int = 1, **settings: object) -> list["subprocess.Popen[bytes]"]:
-        """role: api, prefill or decode."""
-        command = [self.python.get(role, sys.executable), "-m", "workers", role, *self.arguments.get(role, [])]
+    def start(
+        self, role: str, count: int = 1, module: str = "workers", **settings: object
+    ) -> list["subprocess.Popen[bytes]"]:
+        """role: api, prefill or decode. module: what runs a worker."""
+        command = [self.python.get(role, sys.executable), "-m", module, role, *self.arguments.get(role, [])]
         if role == "api":
             command = [sys.executable, "-m", "gunicorn", "-c", "python:api.server", "-k", "asgi"]
             command += ["--no-control-socket", "api.app:build()"]
@@ -198,5 +206,20 @@ class System:
                 return False
         return self.unfinished() == 0
 
+    def check(self) -> None:
+        """What `kvrelay check` looks for. Beside a system at work, too."""
+
+        async def look() -> list[Problem]:
+            store = Store(self.config)
+            try:
+                return await Audit(
+                    store, lease_seconds=self.config.lease_seconds, tick_seconds=self.config.tick_seconds
+                ).problems()
+            finally:
+                await store.close()
+
+        assert asyncio.run(look()) == []
+
     def wait_idle(self, seconds: float = 10) -> None:
         wait_for(self.idle, "the system is idle again: no slot, credit, lease or queue entry left over", seconds)
+        self.check()

@@ -98,7 +98,7 @@ def desk() -> Desk:
 
 @pytest.fixture
 async def receiver(desk: Desk) -> AsyncIterator[KVReceiver]:
-    receiver = KVReceiver(host="127.0.0.1", geometry=GEOMETRY, context=64, part_seconds=5.0, desk=desk)
+    receiver = KVReceiver(host="127.0.0.1", key=None, geometry=GEOMETRY, context=64, part_seconds=5.0, desk=desk)
     running = asyncio.create_task(receiver.run())
     yield receiver
     died = running.done() and running.exception()

@@ -19,7 +19,7 @@ async def test_nobody_waits_to_abort_behind_a_send_that_is_stuck() -> None:
     context = zmq.asyncio.Context()
     router = context.socket(zmq.ROUTER)
     router.bind("tcp://127.0.0.1:0")
-    sender = KVSender(geometry=GEOMETRY, buffer_bytes=1 << 20, open_seconds=SOON, part_seconds=60.0)
+    sender = KVSender(key=None, geometry=GEOMETRY, buffer_bytes=1 << 20, open_seconds=SOON, part_seconds=60.0)
 
     async def accept() -> None:
         peer, header = await router.recv_multipart()

@@ -1,0 +1,24 @@
+-- A job that was given up gets its attempts anew, and goes on after the tokens that it has. By a person.
+-- ARGV  2 id  3 its entry among the dead. Answers ok | gone (its record has expired) | over:<status> (it is not dead).
+local id, entry = ARGV[2], ARGV[3]
+local job = read(id)
+if not job.status then return 'gone' end
+if job.status ~= STATE.failed then return 'over:' .. job.status end
+local ended = redis.call('XREVRANGE', log_key(id), '+', '-', 'COUNT', '1')[1]
+if not ended then return 'gone' end
+redis.call('XDEL', log_key(id), ended[1])
+redis.call('XSETID', log_key(id), redis.call('XLEN', log_key(id)) .. '-0') -- so that the next token can have its id
+for _, field in ipairs(redis.call('HKEYS', job_key(id))) do
+  if string.find(field, '^why:') then redis.call('HDEL', job_key(id), field) end
+end
+redis.call('HDEL', job_key(id), 'reason', 'ended')
+redis.call('PERSIST', job_key(id))
+redis.call('PERSIST', log_key(id))
+if job.deadline > 0 then
+  job.deadline = now() + job.deadline - redis.call('HGET', job_key(id), 'submitted')
+  redis.call('HSET', job_key(id), 'deadline', job.deadline, 'submitted', now())
+  redis.call('ZADD', deadlines_key, job.deadline, id)
+end
+redis.call('XDEL', dead_key, entry)
+enqueue(id, 'requeued by hand', 0)
+return 'ok'

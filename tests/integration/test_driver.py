@@ -1,0 +1,42 @@
+"""What the Redis driver must not do to us: mix up replies when a call is cancelled."""
+
+import asyncio
+import random
+
+from hands import until
+
+from brokers.store import Store
+from pipeline.config import Config
+
+CALLS, AT_ONCE = 10_000, 64
+
+
+async def test_ten_thousand_cancelled_calls_leave_every_other_reply_with_its_caller(
+    config: Config, store: Store
+) -> None:
+    """R6. With a connection that goes back to the pool with a reply in it, the next caller would get it."""
+    draw = random.Random(5)
+    wrong: list[tuple[str, str]] = []
+    cancelled = answered = 0
+
+    async def ask(number: int) -> None:
+        nonlocal answered
+        answer = await store.redis.echo(f"call {number}")
+        answered += 1
+        if answer != f"call {number}":
+            wrong.append((f"call {number}", answer))
+
+    for start in range(0, CALLS, AT_ONCE):
+        calls = [asyncio.create_task(ask(number)) for number in range(start, start + AT_ONCE)]
+        for call in draw.sample(calls, AT_ONCE // 2):
+            for _ in range(draw.randrange(4)):
+                await asyncio.sleep(0)
+            cancelled += call.cancel()
+        await until(lambda calls=calls: _done(calls))
+    assert wrong == []
+    assert cancelled > CALLS / 20, "they were cancelled under way"
+    assert answered > CALLS / 3
+
+
+async def _done(calls: list[asyncio.Task[None]]) -> bool:
+    return all(call.done() for call in calls)
