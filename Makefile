@@ -16,7 +16,7 @@ ATOM := .venv-atom
 RNGD := .venv-rngd
 
 .PHONY: run test lint bench clean env-atom test-atom env-rngd check-rngd \
-  .check-rngd validate-models
+  .check-rngd validate-models chaos soak chaos-report
 
 run: $(VENV)/.installed
 	@$(BIN)/kvrelay pull
@@ -52,6 +52,17 @@ validate-models: $(VENV)/.installed-dev $(ATOM)/.installed
 	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python -m pytest -m evidence -s -q tests/acceptance/test_four_models.py
 	$(BIN)/kvrelay validate --merge $(or $(EVIDENCE),build/validation)/validate-cpu-*.json
 	$(BIN)/kvrelay validate --merge $(or $(EVIDENCE),build/validation)/validate-atom-*.json
+
+# every fault, by name; several at once, for they wait more than they compute
+chaos: $(VENV)/.installed-dev
+	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python -m pytest -m chaos -n 3 tests/chaos
+
+soak: $(VENV)/.installed-dev
+	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python -m tests.chaos.soak $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS))
+
+# the table of docs/reliability.md, measured anew; for an idle machine
+chaos-report: $(VENV)/.installed-dev
+	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python -m tests.chaos.report docs/reliability.md
 
 bench: $(VENV)/.installed-dev
 	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python -m pytest -m benchmark -s -q tests/benchmarks
