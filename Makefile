@@ -55,6 +55,7 @@ validate-models: $(VENV)/.installed-dev $(ATOM)/.installed
 
 # every fault, by name; several at once, for they wait more than they compute
 chaos: $(VENV)/.installed-dev
+	@KVR_MODEL= $(BIN)/kvrelay pull
 	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python -m pytest -m chaos -n 3 tests/chaos
 
 soak: $(VENV)/.installed-dev
