@@ -1,9 +1,9 @@
 """Mixed load, and everything that can happen to it, at random times; ``python -m tests.chaos.soak --seed 7 --seconds 600``.
 
-Workers are killed and stopped, Redis crashes and comes back, connections are cut, API processes die, jobs are cancelled and
-clients leave. In the end every accepted job must be over, once; every finished text must be that of an undisturbed run; every
-stream must have shown it without a gap or a repeat; `kvrelay check` must find nothing; memory and descriptors must be flat.
-The seed repeats the plan, as far as time allows.
+Workers are killed and stopped, Redis crashes and comes back, connections of either kind are cut, API processes die, jobs are
+cancelled and clients leave. In the end every accepted job must be over, once; every finished text must be that of an
+undisturbed run; every stream must have shown it without a gap or a repeat; `kvrelay check` must find nothing; memory and
+descriptors must be flat. The seed repeats the plan, as far as time allows.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from tests.chaos.redis_server import RedisServer
 from workers.devices.sim import expected
 
 CLIENTS = 6
+CUTS: dict[str, Any] = {"module": "tests.chaos.worker", "test_cuts": 0.01}  # of KV connections
 SETTLE_SECONDS = 120.0
 RSS_GROWTH, FILES_GROWTH = 60 << 20, 40  # of the API's processes, from a tenth of the time on
 OVER = {"finished", "failed", "cancelled", "expired"}
@@ -174,7 +175,7 @@ class Faults:
         process.wait(30)
         self._system.processes.remove(process)
         time.sleep(self._random.random())
-        self._system.start(role)
+        self._system.start(role, **(CUTS if role == "prefill" else {}))
 
     def _worker(self) -> tuple[str, Any]:
         role = self._random.choice(("prefill", "decode"))
@@ -221,7 +222,7 @@ def soak(seed: int, seconds: float, folder: Path) -> int:
     try:
         system.start("api")
         wait_for(system.answers, "the API answers")
-        system.start("prefill", 2)
+        system.start("prefill", 2, **CUTS)
         system.start("decode", 2)
         system.wait_ready(2, 2)
         load, faults = Load(system, seed), Faults(system, server, seed)

@@ -8,6 +8,7 @@ KVR_TEST_FAULT is `<step>[#<nth time>]=<action>`, as in `layer#3=kill`. Steps, i
 
 Actions: kill (SIGKILL), stop (SIGSTOP), term (SIGTERM), hold=<seconds> (the interpreter lock, as a device call may),
 wait=<seconds>, raise; and of a KV frame at `sent`: flip (one byte), drop, twice.
+KVR_TEST_CUTS is the share of KV frames at which the connection is cut and made anew, as in 0.01.
 KVR_TEST_PROXY, host:port, is where a prefill worker connects instead of to the decode worker that it means.
 """
 
@@ -16,6 +17,7 @@ import ctypes
 import functools
 import itertools
 import os
+import random
 import signal
 import sys
 import time
@@ -33,6 +35,7 @@ from workers.decode import DecodeWorker
 
 STEP, _, ACTION = os.environ.get("KVR_TEST_FAULT", "").partition("=")
 STEP, _, NTH = STEP.partition("#")
+CUTS = float(os.environ.get("KVR_TEST_CUTS", 0))
 PROXY = os.environ.get("KVR_TEST_PROXY", "")
 _times = itertools.count(1)
 
@@ -98,6 +101,9 @@ def wrap_wire() -> None:
                 spoiled = bytearray(tensor)
                 spoiled[len(spoiled) // 2] ^= 1
                 tensor = memoryview(bytes(spoiled))
+        if CUTS and random.random() < CUTS:
+            self._socket.disconnect(self.endpoint)  # what libzmq has not sent is lost
+            self._socket.connect(self.endpoint)
         for _ in range(times):
             await inner(self, message, tensor)
 
