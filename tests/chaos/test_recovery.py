@@ -7,6 +7,7 @@ import pytest
 
 from tests.acceptance.system import wait_for
 from tests.chaos.conftest import OTHER, Chaos, Client, prompt
+from workers.devices.sim import expected
 
 PREFILL = ["leased", "opened", "layer", "layer#3", "drawn", "logged", "committed"]
 DECODE = ["credit", "taken", "part", "arrived", "handed", "inserted", "stepped", "stepped#5", "written#2", "finished"]
@@ -95,6 +96,25 @@ def test_a_cache_that_does_not_arrive_whole_is_sent_again_and_never_decoded(syst
     assert system.job(job)["attempt"] == 2
     system.wait_idle()
     system.check()
+
+
+@pytest.mark.parametrize("request_", [{"max_tokens": 1}, {"max_tokens": 50, "stop": "STOP"}], ids=["length", "stop"])
+def test_a_job_that_is_over_with_its_first_token_never_reaches_decode(
+    system: Chaos, request_: dict[str, object]
+) -> None:
+    """W5. Without the look at the first token before the commit, decode would go on with it."""
+    system.start("prefill")
+    system.start("decode")
+    first = expected(PROMPT, 1)
+    if "stop" in request_:
+        request_ = {**request_, "stop": chr(first[0])}
+    job = system.submit(PROMPT, **request_)
+    shown = system.finished(job)
+    assert (shown["status"], shown["finish_reason"]) == ("finished", "stop" if "stop" in request_ else "length")
+    assert system.tokens(job) == first
+    assert "decoding" not in [event["event"] for event in shown["timeline"]]
+    assert shown["text"] == ("" if "stop" in request_ else chr(first[0]))
+    system.wait_idle()
 
 
 def test_one_of_four_that_cannot_be_decoded_leaves_the_others_alone(system: Chaos) -> None:
