@@ -175,18 +175,19 @@ def _dead_list(config: Config, _arguments: argparse.Namespace) -> int:
 
 
 def _dead_show(config: Config, arguments: argparse.Namespace) -> int:
-    async def look(store: Store) -> tuple[DeadLetter, dict[str, str]]:
-        (letter,) = await _letters(store, arguments.job)
-        return letter, await JobQueue(store).record(letter.job_id)
+    async def look(store: Store) -> list[tuple[DeadLetter, dict[str, str]]]:
+        queue = JobQueue(store)
+        return [(letter, await queue.record(letter.job_id)) for letter in await _letters(store, arguments.job)]
 
-    letter, record = _with_store(config, look)
-    for attempt, reason in letter.reasons.items():
-        print(f"attempt {attempt}: {reason}")
-    for line in record.get("timeline", "").splitlines():
-        at, _, event = line.partition(" ")
-        print(f"{datetime.fromtimestamp(int(at) / 1000).isoformat(' ', timespec='milliseconds')} {event}")
-    if not record:
-        print(f"{letter.reason}; its record has expired")
+    for letter, record in _with_store(config, look):
+        print(letter.job_id)
+        for attempt, reason in letter.reasons.items():
+            print(f"attempt {attempt}: {reason}")
+        for line in record.get("timeline", "").splitlines():
+            at, _, event = line.partition(" ")
+            print(f"{datetime.fromtimestamp(int(at) / 1000).isoformat(' ', timespec='milliseconds')} {event}")
+        if not record:
+            print(f"{letter.reason}; its record has expired")
     return 0
 
 
@@ -205,9 +206,7 @@ def _dead_requeue(config: Config, arguments: argparse.Namespace) -> int:
 
 def _dead_purge(config: Config, arguments: argparse.Namespace) -> int:
     async def purge(store: Store) -> int:
-        letters = await _letters(store, arguments.job)
-        await DeadLetters(store).purge(letters)
-        return len(letters)
+        return await DeadLetters(store).purge(await _letters(store, arguments.job))
 
     print(f"{_with_store(config, purge)} forgotten")
     return 0

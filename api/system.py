@@ -42,7 +42,7 @@ class System:
 
     #: Of a worker's facts, those that are numbers.
     NUMBERS = frozenset(
-        {"pid", "slots", "capacity", "busy", "jobs", "tokens", "bytes", "seen", "local_fallbacks", "overflows"}
+        {"pid", "slots", "capacity", "busy", "jobs", "tokens", "bytes", "seen", "told", "local_fallbacks", "overflows"}
     )
 
     def __init__(self, front: Front) -> None:

@@ -10,7 +10,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import redis
@@ -28,9 +28,10 @@ class Problem:
 
     subject: str
     what: str
+    detail: str = field(default="", compare=False)  # figures, which change from look to look
 
     def __str__(self) -> str:
-        return f"{self.subject} {self.what}"
+        return f"{self.subject} {self.what}{self.detail}"
 
 
 class Audit:
@@ -42,30 +43,37 @@ class Audit:
 
     async def problems(self) -> list[Problem]:
         """What is broken, and stays so for some heartbeats. It may run beside a system that works."""
-        found = await self._look(mend=False)
+        found = await self._look()
         for _ in range(LOOKS):
             if not found:
                 break
             await asyncio.sleep(2 * self._tick_seconds)
-            found &= await self._look(mend=False)
+            found &= await self._look()
         return sorted(found)
 
     async def repair(self) -> list[Problem]:
-        """Mends what `problems` finds, and answers what it did not find mended afterwards."""
-        if await self.problems():
-            await self._look(mend=True)
+        """Mends what `problems` finds, and answers what it finds afterwards."""
+        await self._mend(await self.problems())
         return await self.problems()
 
     @translated
-    async def _look(self, *, mend: bool) -> set[Problem]:
-        workers = await self._workers()
-        jobs = await self._jobs(mend=mend)
-        return (
-            jobs
-            | await self._credits(workers, mend=mend)
-            | await self._consumers(workers, mend=mend)
-            | (await self._others(mend=mend))
-        )
+    async def _look(self) -> set[Problem]:
+        jobs, credits = await self._jobs(), await self._store.redis.zrange(self._keys.credits, 0, -1)
+        workers = await self._workers()  # last: whoever comes meanwhile is known
+        return jobs | self._places(workers, credits) | await self._consumers(workers) | await self._others()
+
+    @translated
+    async def _mend(self, problems: Sequence[Problem]) -> None:
+        subjects: dict[str, list[str]] = {}
+        for problem in problems:
+            kind, _, name = problem.subject.partition(" ")
+            subjects.setdefault(kind, []).append(name)
+        await self._jobs(only=set(subjects.get("job", [])))
+        if problems:  # what workers that are gone have left behind
+            await self._store.run("sweep", self._lease_ms)
+        for key in subjects.get("key", []):
+            if key.startswith(self._mortal):
+                await self._store.redis.pexpire(key, self._lease_ms)
 
     async def _workers(self) -> dict[str, dict[str, str]]:
         """Every worker that has a hash, with what the hash says."""
@@ -78,77 +86,83 @@ class Audit:
 
     # Jobs
 
-    async def _jobs(self, *, mend: bool) -> set[Problem]:
+    async def _jobs(self, only: set[str] | None = None) -> set[Problem]:
+        """only: these are mended, and no others looked at."""
+        mends = int(only is not None)
         entries = []
         for index, queue in enumerate(self._keys.queues):
             entries += [
                 (index, entry, fields.get("job", "")) for entry, fields in await self._store.redis.xrange(queue)
             ]
-        found = []
-        for some in _batches(entries):
-            flat = [part for entry in some for part in entry]
-            found += await self._store.run("strays", int(mend), *flat, jobs=[job for *_, job in some])
         ids = {job for *_, job in entries}
         for name in (self._keys.job, self._keys.tokens):
             async for key in self._scan(name("")):
                 ids.add(key.removeprefix(name("")))
+        if only is not None:
+            ids, entries = only, [entry for entry in entries if entry[2] in only]
+        found = []
+        for some in _batches(entries):
+            flat = [part for entry in some for part in entry]
+            found += await self._store.run("strays", mends, *flat, jobs=[job for *_, job in some])
         for batch in _batches(sorted(ids)):
-            found += await self._store.run("audit", int(mend), self._lease_ms, *batch, jobs=batch)
+            found += await self._store.run("audit", mends, self._lease_ms, *batch, jobs=batch)
         return {Problem(f"job {job}", what) for job, what in zip(found[::2], found[1::2], strict=True)}
 
     # Workers
 
-    async def _credits(self, workers: dict[str, dict[str, str]], *, mend: bool) -> set[Problem]:
+    def _places(self, workers: dict[str, dict[str, str]], credits: Sequence[str]) -> set[Problem]:
         offered: dict[str, int] = {}
-        problems, orphans = set(), []
-        for credit in await self._store.redis.zrange(self._keys.credits, 0, -1):
+        problems = set()
+        for credit in credits:
             worker = credit.partition("/")[0]
             offered[worker] = offered.get(worker, 0) + 1
             if worker not in workers:
                 problems.add(Problem(f"worker {worker}", "is gone, and still offers places"))
-                orphans.append(credit)
-        if mend and orphans:
-            await self._store.redis.zrem(self._keys.credits, *orphans)
         for worker, facts in workers.items():
-            if facts.get("state") == "alive" and "capacity" in facts:
-                free, busy = offered.get(worker, 0), int(facts["busy"])
-                if free + busy != int(facts["capacity"]):
-                    what = f"has {facts['capacity']} places: {busy} in use, {free} on offer"
-                    problems.add(Problem(f"worker {worker}", what))
+            if facts.get("state") != "alive" or "capacity" not in facts or self._is_silent(facts):
+                continue
+            free, busy = offered.get(worker, 0), int(facts["busy"])
+            if free + busy != int(facts["capacity"]):
+                figures = f": {facts['capacity']}, {busy} in use and {free} on offer"
+                problems.add(Problem(f"worker {worker}", "has places that do not add up", figures))
         return problems
 
-    async def _consumers(self, workers: dict[str, dict[str, str]], *, mend: bool) -> set[Problem]:
+    def _is_silent(self, facts: dict[str, str]) -> bool:
+        """Its keeper speaks, and it does not: in a device call that holds the interpreter its figures stand still."""
+        return int(facts.get("seen", 0)) - int(facts.get("told", 0)) > 4000 * self._tick_seconds
+
+    async def _consumers(self, workers: dict[str, dict[str, str]]) -> set[Problem]:
         """Of workers that are gone and own nothing; what they own still, the sweep takes first."""
         pending: dict[str, int] = {}
         for queue in self._keys.queues:
             with contextlib.suppress(redis.ResponseError):  # no queue yet, or no group
                 for consumer in await self._store.redis.xinfo_consumers(queue, GROUP):
                     pending[consumer["name"]] = pending.get(consumer["name"], 0) + consumer["pending"]
-        problems = set()
-        for worker, owned in pending.items():
-            if not owned and worker not in workers:
-                problems.add(Problem(f"worker {worker}", "is gone, and still a consumer of the queues"))
-                if mend:
-                    await self._store.run("retire", worker)
-        return problems
+        return {
+            Problem(f"worker {worker}", "is gone, and still a consumer of the queues")
+            for worker, owned in pending.items()
+            if not owned and worker not in workers
+        }
 
     # Everything else
 
-    async def _others(self, *, mend: bool) -> set[Problem]:
-        """Keys that must expire by themselves and will not, and keys that are none of kvrelay's."""
+    @property
+    def _mortal(self) -> tuple[str, ...]:
+        """Beginnings of keys that must expire by themselves."""
+        return (self._keys.worker(""), self._keys.tombstone(""))
+
+    async def _others(self) -> set[Problem]:
+        """Keys that will not expire and should, and keys that are none of kvrelay's."""
         known = {self._keys.wake, self._keys.credits, self._keys.dead, self._keys.deadlines, self._keys.workers}
         jobs = (self._keys.job(""), self._keys.tokens(""))
-        mortal = (self._keys.worker(""), self._keys.tombstone(""))
         problems = set()
         async for key in self._scan(self._keys.prefix):
             if key in known or key in self._keys.queues or key.startswith(jobs):
                 continue
-            if not key.startswith(mortal):
+            if not key.startswith(self._mortal):
                 problems.add(Problem(f"key {key}", "is none of kvrelay's"))
             elif await self._store.redis.pttl(key) == -1:
                 problems.add(Problem(f"key {key}", "would be kept for ever"))
-                if mend:
-                    await self._store.redis.pexpire(key, self._lease_ms)
         return problems
 
     def _scan(self, prefix: str) -> AsyncIterator[str]:

@@ -6,6 +6,7 @@ read nor speak.
 """
 
 import os
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class Key:
             if len(z85.decode(secret)) != 32:
                 raise ValueError
             return cls(zmq.curve_public(secret), secret)
-        except (ValueError, KeyError, zmq.ZMQError):
+        except (ValueError, KeyError, struct.error, zmq.ZMQError):
             raise ConfigError(SETTING, path, "is no key; `kvrelay keygen` writes one") from None
 
     @staticmethod

@@ -103,11 +103,18 @@ class KVReceiver:
             await recv_monitor_message(self._monitor)
             if time.monotonic() > quiet_until:
                 quiet_until = time.monotonic() + KNOCK_SECONDS
-                log.warning("a peer with another key, or none, was refused", extra={"action": "key_refused"})
+                log.warning(
+                    "a handshake came to nothing: a peer with another key, or none", extra={"action": "key_refused"}
+                )
 
     def arrivals(self) -> dict[str, Transfer]:
         """nonce → transfer, of those that wait for more frames."""
         return {nonce: arrival.transfer for nonce, arrival in self._arrivals.items() if not arrival.committing}
+
+    @property
+    def committing(self) -> bool:
+        """A takeover is under way in Redis."""
+        return bool(self._commits)
 
     def stale(self) -> list[str]:
         """Transfers that have been silent for too long."""

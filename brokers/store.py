@@ -39,6 +39,7 @@ SCRIPTS = (
     "note",
     "audit",
     "revive",
+    "purge",
     "strays",
 )
 
@@ -104,8 +105,11 @@ class Store:
 
     @translated
     async def warning(self) -> str:
-        """A sentence about a setting of Redis under which jobs can vanish; '' if there is none."""
-        policy = (await self.redis.info("memory")).get("maxmemory_policy", "noeviction")
+        """A sentence about a setting of Redis under which jobs can vanish; '' if there is none, or we may not look."""
+        try:
+            policy = (await self.redis.info("memory")).get("maxmemory_policy", "noeviction")
+        except redis.ResponseError:
+            return ""
         if policy == "noeviction":
             return ""
         return (

@@ -5,6 +5,7 @@ owns the scheduler and everything that talks.
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -247,7 +248,7 @@ class DecodeWorker:
             if batch:
                 try:
                     await self._station.insist(lambda batch=batch: self._append(batch))  # type: ignore[misc]
-                except RedisRefused as error:
+                except (RedisAway, RedisRefused) as error:  # away: while it drains; perhaps it is back in time
                     log.error("cannot write tokens: %s", error, extra={"action": "append_refused"})
                     await asyncio.sleep(self._station.config.tick_seconds)
                     self._news.set()
@@ -378,13 +379,14 @@ class DecodeWorker:
     async def _drain(self) -> None:
         """No new KV caches; running jobs may finish for the grace time; the rest goes back at once."""
         deadline = time.monotonic() + self._station.config.grace_seconds
-        try:
+        with contextlib.suppress(RedisAway, RedisRefused):  # the sweep takes them, and their OPEN is refused
             async with self._offering:
                 withdrawn, self._scheduler.listed = list(self._scheduler.listed), {}
                 await self._credits.withdraw(withdrawn)
-            for nonce in self._receiver.arrivals():  # their senders need not find out by waiting
-                await self._receiver.drop(nonce, "the decode worker shuts down")
-            while self._sequences and time.monotonic() < deadline:
+        for nonce in self._receiver.arrivals():  # their senders need not find out by waiting
+            await self._receiver.drop(nonce, "the decode worker shuts down")
+        try:
+            while (self._sequences or self._receiver.committing) and time.monotonic() < deadline:
                 await asyncio.sleep(0.02)
             for sequence in list(self._sequences.values()):
                 self._forget(sequence)

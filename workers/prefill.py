@@ -86,7 +86,8 @@ class PrefillWorker:
 
     async def _step(self) -> None:
         """Lease when the device is free; otherwise, and without work, wait."""
-        await self._turn.acquire()
+        if not await self._take_turn():
+            return
         self._rung.clear()
         try:
             answer = await self._station.queue.lease(self._station.worker)
@@ -103,6 +104,20 @@ class PrefillWorker:
         else:
             self._turn.release()
             await self._station.queue.wait(answer.mark)
+
+    async def _take_turn(self) -> bool:
+        """Waits for the device. False: the worker is to leave, and takes no more jobs."""
+        turn = asyncio.ensure_future(self._turn.acquire())
+        leaving = asyncio.ensure_future(self._station.draining.wait())
+        await asyncio.wait({turn, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        if not self._station.draining.is_set():
+            return True
+        turn.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await turn
+            self._turn.release()
+        return False
 
     async def _serve(self, work: Work) -> None:
         """One job from lease to hand-over."""

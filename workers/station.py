@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import subprocess
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -62,6 +63,7 @@ class Station:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "versions": " ".join(f"{package}={version}" for package, version in versions().items()),
+            "told": int(time.time() * 1000),
             **facts,
             **figures(),
         }
@@ -112,7 +114,7 @@ class Station:
                 await self.queue.retire(self.worker)
                 await self._registry.leave(self.worker)
         except (RedisAway, RedisRefused, TimeoutError) as error:
-            log.warning("left without a word: %s", error or "Redis hangs", extra={"action": "leave"})
+            log.warning("left without a word: %s", str(error) or "Redis hangs", extra={"action": "leave"})
         await self.store.close()
 
     async def _keep(self, lost: Callable[[str], None]) -> None:
@@ -125,7 +127,7 @@ class Station:
     async def _publish_figures(self) -> None:
         while True:
             await asyncio.sleep(self.config.tick_seconds)
-            self.vitals.facts.update(self._figures())
+            self.vitals.facts.update({**self._figures(), "told": int(time.time() * 1000)})
             self.vitals.publish()
 
     def _done(self, task: asyncio.Task[Any]) -> None:

@@ -16,7 +16,7 @@ local function last_of(id)
 end
 
 local function in_queue(id, job)
-  local entry = job.entry and redis.call('XRANGE', queues[job.queue], job.entry, job.entry)[1]
+  local entry = job.entry and queues[job.queue] and redis.call('XRANGE', queues[job.queue], job.entry, job.entry)[1]
   return entry and entry[2][2] == id
 end
 
@@ -39,7 +39,7 @@ local function audit_over(id, job, last)
   if in_queue(id, job) then wrong(id, 'is over, and still in a queue', function() drop(job.queue, job.entry) end) end
   if last and not last.ends then
     wrong(id, 'is over, and its log goes on', function()
-      redis.call('XSETID', log_key(id), last.id) -- else the id of an end that was deleted cannot be used again
+      reopen(id)
       finish(id, job, job.status, 'mended')
     end)
   end
@@ -73,7 +73,10 @@ local function audit_open(id, job, last)
     return wrong(id, 'is ' .. job.status .. ', and in no queue', function() requeue(id, job, 'it was in no queue', false) end)
   end
   if last and last.ends then
-    return wrong(id, 'is ' .. job.status .. ', and its log has ended', function() give_up(id, job, 'its log had ended') end)
+    return wrong(id, 'is ' .. job.status .. ', and its log has ended', function()
+      reopen(id)
+      give_up(id, job, 'its log had ended')
+    end)
   end
   for _, key in ipairs({job_key(id), log_key(id)}) do
     if redis.call('PTTL', key) >= 0 then
@@ -85,8 +88,12 @@ end
 
 for i = 4, #ARGV do
   local id = ARGV[i]
-  local job = read(id)
-  if not job.status then
+  local kinds = {redis.call('TYPE', job_key(id)).ok, redis.call('TYPE', log_key(id)).ok}
+  local odd = (kinds[1] ~= 'hash' and kinds[1] ~= 'none') or (kinds[2] ~= 'stream' and kinds[2] ~= 'none')
+  local job = not odd and read(id)
+  if odd then
+    wrong(id, 'has a record or a log of another type', function() redis.call('DEL', job_key(id), log_key(id)) end)
+  elseif not job.status then
     if redis.call('EXISTS', log_key(id)) == 1 then
       wrong(id, 'has a token log and no record', function() redis.call('DEL', log_key(id)) end)
     end

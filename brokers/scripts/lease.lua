@@ -8,7 +8,7 @@ local credit
 repeat
   local listed = redis.call('ZRANGE', credits_key, 0, 0)
   credit = listed[1]
-  if credit and redis.call('EXISTS', worker_key(worker_of(credit))) == 0 then
+  if credit and redis.call('EXISTS', worker_key(worker_of(credit) or '')) == 0 then
     redis.call('ZREM', credits_key, credit)
     credit = nil
   end

@@ -38,6 +38,7 @@ local function late(job) return job.deadline > 0 and now() > job.deadline end
 local function holds(job, lease) return lease ~= '' and job.lease == lease end
 
 local function drop(queue, entry)
+  if not (entry and queues[queue]) then return end -- of a record that somebody has spoilt
   redis.call('XACK', queues[queue], GROUP, entry)
   redis.call('XDEL', queues[queue], entry)
 end
@@ -55,11 +56,25 @@ local function note(id, event, detail)
   redis.call('HSET', job_key(id), 'timeline', (before and before .. '\n' or '') .. line)
 end
 
+-- The log without its end, so that the next token can have its id. (XSETID would do, but not on every server.)
+local function reopen(id)
+  local entries = redis.call('XRANGE', log_key(id), '-', '+')
+  redis.call('DEL', log_key(id))
+  for i, entry in ipairs(entries) do
+    if entry[2][1] ~= 'end' then redis.call('XADD', log_key(id), i .. '-0', unpack(entry[2])) end
+  end
+end
+
 -- The one way in which a job ends. Over <=> terminal entry <=> no queue entry <=> no lease.
 local function finish(id, job, status, reason, kept_ms)
+  local place = (redis.call('XLEN', log_key(id)) + 1) .. '-0'
+  local added = redis.pcall('XADD', log_key(id), place, 'end', status, 'reason', reason)
+  if type(added) == 'table' and added.err then -- somebody has torn a hole: nobody may read on over it, and the job must end
+    redis.call('DEL', log_key(id))
+    redis.call('XADD', log_key(id), '1-0', 'end', status, 'reason', reason)
+  end
   drop(job.queue, job.entry)
   redis.call('ZREM', deadlines_key, id)
-  redis.call('XADD', log_key(id), (redis.call('XLEN', log_key(id)) + 1) .. '-0', 'end', status, 'reason', reason)
   redis.call('HSET', job_key(id), 'status', status, 'lease', '', 'reason', reason, 'ended', now())
   note(id, status, reason)
   local at = now() + (kept_ms or KEEP_MS)

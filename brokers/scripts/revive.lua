@@ -5,9 +5,8 @@ local job = read(id)
 if not job.status then return 'gone' end
 if job.status ~= STATE.failed then return 'over:' .. job.status end
 local ended = redis.call('XREVRANGE', log_key(id), '+', '-', 'COUNT', '1')[1]
-if not ended then return 'gone' end
-redis.call('XDEL', log_key(id), ended[1])
-redis.call('XSETID', log_key(id), redis.call('XLEN', log_key(id)) .. '-0') -- so that the next token can have its id
+if not ended or ended[1] ~= redis.call('XLEN', log_key(id)) .. '-0' then return 'gone' end
+reopen(id)
 for _, field in ipairs(redis.call('HKEYS', job_key(id))) do
   if string.find(field, '^why:') then redis.call('HDEL', job_key(id), field) end
 end

@@ -1,7 +1,7 @@
 -- Entries that nobody renewed for a lease: their holders are gone. By any process, every third of a lease.
 -- Jobs whose deadline has passed are over, whoever has them or has not; the bell tells it to their holders.
 -- Credits and consumers of workers that are gone go, too, the latter once they own nothing. A worker that was only silent
--- gets a consumer by its next read, and offers its places anew at its next audit.
+-- gets a consumer by its next read, and offers its places anew after KVR_OPEN_SECONDS.
 -- ARGV  2 lease in milliseconds. Answers <id>:<outcome> of each.
 local outcomes = {}
 for i = 0, #queues do
@@ -39,6 +39,6 @@ for i = 0, #queues do
   end
 end
 for _, credit in ipairs(redis.call('ZRANGE', credits_key, 0, -1)) do
-  if redis.call('EXISTS', worker_key(worker_of(credit))) == 0 then redis.call('ZREM', credits_key, credit) end
+  if redis.call('EXISTS', worker_key(worker_of(credit) or '')) == 0 then redis.call('ZREM', credits_key, credit) end
 end
 return outcomes

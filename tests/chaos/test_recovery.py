@@ -62,6 +62,24 @@ def test_a_worker_that_is_asked_to_leave_loses_nothing_and_goes_in_time(system: 
     system.check()
 
 
+@pytest.mark.parametrize("system", [{"sim_prefill_us": 2000, "chunk": 256}], indirect=True)
+def test_a_busy_prefill_worker_that_is_asked_to_leave_takes_no_other_job(system: Chaos) -> None:
+    """P9. Without the look at the way out while it waits for its device, it would lease the next job first."""
+    system.start("decode")
+    (leaving,) = system.start("prefill")
+    jobs = [system.submit(prompt(2500, number), max_tokens=3) for number in range(2)]
+    wait_for(lambda: system.job(jobs[0])["status"] == "prefilling", "it is at work")
+    leaving.send_signal(signal.SIGTERM)
+    leaving.wait(GRACE_SLACK)
+    system.processes.remove(leaving)
+    assert [event["event"] for event in system.job(jobs[1])["timeline"]] == ["queued"]
+    assert [system.job(job)["status"] for job in jobs] == ["queued", "queued"]
+    system.start("prefill")
+    for number, job in enumerate(jobs):
+        system.finishes(job, prompt(2500, number), 3)
+    system.check()
+
+
 @pytest.mark.parametrize("system", [{"sim_step_ms": 30}], indirect=True)
 def test_a_worker_that_wakes_up_while_another_has_its_job_says_nothing_more(system: Chaos) -> None:
     """W9, P3. Without the fence of the lease id it would go on with the job, and both would write."""

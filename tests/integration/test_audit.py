@@ -127,6 +127,18 @@ async def end_what_goes_on(hands: Hands) -> object:
     return await hands.redis.xadd(hands.keys.tokens("decoding"), {"end": "finished", "reason": "stop"}, id="2-0")
 
 
+async def lose_place(hands: Hands) -> object:
+    return await hands.redis.hdel(hands.keys.job("waits"), "entry")
+
+
+async def nonsense_queue(hands: Hands) -> object:
+    return await hands.redis.hset(hands.keys.job("waits"), "queue", 7)
+
+
+async def other_type(hands: Hands) -> object:
+    return await hands.redis.set(hands.keys.job("strange"), "text")
+
+
 BROKEN: list[tuple[Break, str]] = [
     (lose_entry, "job waits is queued, and in no queue"),
     (double_entry, "job waits has an entry "),
@@ -147,6 +159,9 @@ BROKEN: list[tuple[Break, str]] = [
     (immortal_worker, "would be kept for ever"),
     (immortal_tombstone, "would be kept for ever"),
     (late, "job waits is past its deadline"),
+    (lose_place, "job waits is queued, and in no queue"),
+    (nonsense_queue, "job waits is queued, and in no queue"),
+    (other_type, "job strange has a record or a log of another type"),
     (end_what_goes_on, "job decoding is decoding, and its log has ended"),
 ]
 
@@ -176,7 +191,7 @@ async def test_places_that_are_neither_in_use_nor_on_offer_are_named(hands: Hand
     await one_of_each(hands)
     await hands.credit("d1")
     await hands.registry.announce("d1", {"role": "decode", "state": "alive", "busy": 1, "capacity": 3})
-    assert await found(audit) == ["worker d1 has 3 places: 1 in use, 1 on offer"]
+    assert await found(audit) == ["worker d1 has places that do not add up: 3, 1 in use and 1 on offer"]
 
 
 async def test_a_key_that_is_none_of_ours_is_named_and_left_alone(hands: Hands, audit: Audit) -> None:
@@ -185,6 +200,37 @@ async def test_a_key_that_is_none_of_ours_is_named_and_left_alone(hands: Hands, 
     assert await found(audit) == [f"key {key} is none of kvrelay's"]
     assert await audit.repair() != []
     assert await hands.redis.exists(key)
+
+
+async def test_what_is_not_confirmed_is_not_mended(hands: Hands, audit: Audit) -> None:
+    await one_of_each(hands)
+    await lose_entry(hands)
+    await hands.redis.persist(hands.keys.job("finished"))
+    await audit._mend([problem for problem in await audit.problems() if "waits" in problem.subject])
+    assert await found(audit) == ["job finished is over, and would be kept for ever"]
+
+
+async def test_a_job_whose_log_has_a_hole_can_be_cancelled(hands: Hands, audit: Audit) -> None:
+    await one_of_each(hands)
+    await lose_open_token(hands)
+    assert (await hands.cancel("decoding")).outcome == "ok"
+    assert await found(audit) == []
+
+
+async def test_a_worker_that_cannot_speak_for_its_figures_is_not_judged_by_them(hands: Hands, audit: Audit) -> None:
+    facts = {"role": "decode", "state": "alive", "busy": 1, "capacity": 3, "told": 1000, "seen": 1030}
+    await hands.registry.announce("d1", facts)
+    assert [problem.subject for problem in await audit.problems()] == ["worker d1"]
+    await hands.registry.announce("d1", {**facts, "seen": 9000})
+    assert await found(audit) == []
+
+
+async def test_a_credit_without_a_worker_s_name_stops_no_sweep_and_no_lease(hands: Hands) -> None:
+    await hands.redis.zadd(hands.keys.credits, {"odd": -1})
+    await hands.no_lease()
+    await hands.redis.zadd(hands.keys.credits, {"odd": -1})
+    assert await hands.queue.sweep(60.0) == []
+    assert await hands.redis.zcard(hands.keys.credits) == 0
 
 
 async def test_the_sweep_forgets_places_that_workers_who_are_gone_still_offer(hands: Hands) -> None:

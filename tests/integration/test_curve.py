@@ -34,6 +34,7 @@ def test_without_a_path_there_is_no_key() -> None:
         (b"short", 0o600, "is no key"),
         (b"\xff\x00" * 20, 0o600, "is no key"),
         (b"y" * 45, 0o600, "is no key"),
+        (b"#" * 40, 0o600, "is no key"),
     ],
 )
 def test_a_file_that_will_not_do_is_refused_by_name(

@@ -83,3 +83,19 @@ async def test_purging_forgets_prompts_and_tokens_of_those_alone(hands: Hands) -
     assert await dead.all() == [second]
     assert await hands.redis.exists(hands.keys.job("a"), hands.keys.tokens("a")) == 0
     assert await hands.redis.exists(hands.keys.job("b"), hands.keys.tokens("b")) == 2
+
+
+async def test_a_job_that_was_queued_again_meanwhile_is_not_purged(hands: Hands) -> None:
+    letter = await given_up(hands, "a", 2)
+    dead = DeadLetters(hands.store)
+    await dead.requeue(letter)
+    assert await dead.purge([letter]) == 0
+    assert await hands.status("a") == "queued"
+
+
+async def test_a_requeue_of_a_log_with_a_hole_takes_nothing_more_from_it(hands: Hands) -> None:
+    letter = await given_up(hands, "a", 3)
+    await hands.redis.xdel(hands.keys.tokens("a"), "2-0")
+    for _ in range(2):
+        assert await DeadLetters(hands.store).requeue(letter) == "gone"
+    assert await hands.redis.xlen(hands.keys.tokens("a")) == 3
