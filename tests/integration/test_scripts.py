@@ -401,7 +401,7 @@ async def test_a_renewed_job_is_not_swept(hands: Hands) -> None:
 
 
 async def test_renewing_a_job_past_its_deadline_expires_it(hands: Hands) -> None:
-    lease = await hands.leased("a", lifetime=0.01)
+    lease = await hands.leased("a", lifetime=0.3)
     await until(lambda: is_late(hands, "a"))
     assert await hands.queue.renew({"a": lease.lease_id}) == ["a"]
     assert (await hands.status("a"), await hands.entries("a")) == ("expired", [("1-0", "END expired")])
@@ -450,7 +450,7 @@ async def test_after_the_last_attempt_a_job_is_dead_and_every_reason_is_kept(han
 
 
 async def test_a_job_that_is_given_back_too_late_expires(hands: Hands) -> None:
-    lease = await hands.leased("a", lifetime=0.01)
+    lease = await hands.leased("a", lifetime=0.3)
     await until(lambda: is_late(hands, "a"))
     assert await hands.queue.release("a", lease.lease_id, "x") == "expired"
     assert await hands.idle()
