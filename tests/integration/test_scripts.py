@@ -282,7 +282,7 @@ async def test_an_empty_lease_id_holds_nothing(hands: Hands) -> None:
 
 
 async def test_an_append_past_the_deadline_expires_the_job(hands: Hands) -> None:
-    lease = await hands.leased("a", lifetime=0.05)
+    lease = await hands.leased("a", lifetime=0.3)
     assert await hands.append("a", lease.lease_id, 0, 10) in ("1", "lost:expired")
     await until(lambda: is_late(hands, "a"))
     await hands.append("a", lease.lease_id, 1, 11)
