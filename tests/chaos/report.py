@@ -98,7 +98,7 @@ class Measurement:
             if phase == "queued":  # behind one that takes the prefill worker
                 blockers.append(self.system.submit(prompt(8000, number), max_tokens=1))
                 self._wait_status(blockers[0], "prefilling")
-            job = self.system.submit(prompt(8000 if phase == "prefill" else 20, number), max_tokens=500)
+            job = self.system.submit(prompt(6000 if phase == "prefill" else 20, number), max_tokens=500)
             self._wait_status(job, {"queued": "queued", "prefill": "prefilling", "decode": "decoding"}[phase])
             time.sleep((number % 10) / 50)
             started = time.monotonic()
@@ -145,7 +145,7 @@ class Measurement:
     def drains(self, role: str) -> list[float]:
         figures = []
         for number in range(DEATHS):
-            job = self.system.submit(prompt(8000 if role == "prefill" else 20, number), max_tokens=2000)
+            job = self.system.submit(prompt(6000 if role == "prefill" else 20, number), max_tokens=2000)
             self._wait_status(job, "prefilling" if role == "prefill" else "decoding")
             figures.append(self._replace(role, signal.SIGTERM))
             self.system.call("DELETE", f"/v1/jobs/{job}")
