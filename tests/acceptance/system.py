@@ -141,6 +141,13 @@ class System:
             with error:
                 return error.code, json.load(error)
 
+    def answers(self) -> bool:
+        """The API does."""
+        try:
+            return self.call("GET", "/health/live")[0] == 200
+        except OSError:
+            return False
+
     def complete(self, prompt: str | list[int], **fields: Any) -> dict[str, Any]:
         status, answer = self.call("POST", "/v1/completions", {"prompt": prompt, **fields})
         assert status == 200, answer

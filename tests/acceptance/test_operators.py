@@ -47,7 +47,7 @@ def dead_job(system: System) -> str:
 
 
 def test_check_is_silent_when_all_is_well_and_names_and_mends_what_is_not(system: System) -> None:
-    wait_for(lambda: _answers(system), "the API answers")
+    wait_for(system.answers, "the API answers")
     job = system.submit([1, 2, 3])
     assert kvrelay(system, "check") == ""
     system.redis.delete(system.key("queue:2"))
@@ -90,10 +90,3 @@ def test_a_key_is_written_once(system: System, tmp_path: Path) -> None:
     before = path.read_bytes()
     assert "File exists" in kvrelay(system, "keygen", str(path), code=1)
     assert path.read_bytes() == before
-
-
-def _answers(system: System) -> bool:
-    try:
-        return system.call("GET", "/health/live")[0] == 200
-    except OSError:
-        return False

@@ -46,7 +46,7 @@ def test_answers_of_many_jobs_are_right_and_nothing_is_left_over(system: System)
 
 def test_waiting_jobs_show_in_xlen_while_workers_are_stopped_and_started(system: System) -> None:
     system.start("api")
-    wait_for(lambda: _answers(system), "the API answers")
+    wait_for(system.answers, "the API answers")
     for count in range(1, 6):
         system.submit(prompt(10, count), max_tokens=4)
         assert system.unfinished() == count
@@ -62,17 +62,10 @@ def test_waiting_jobs_show_in_xlen_while_workers_are_stopped_and_started(system:
     system.wait_idle()
 
 
-def _answers(system: System) -> bool:
-    try:
-        return system.call("GET", "/health/live")[0] == 200
-    except OSError:
-        return False
-
-
 def test_a_cancel_takes_effect_in_every_phase_and_says_so(system: System, capsys: pytest.CaptureFixture[str]) -> None:
     system.environ["KVR_CHUNK"] = "100"
     system.start("api")
-    wait_for(lambda: _answers(system), "the API answers")
+    wait_for(system.answers, "the API answers")
     waiting = system.submit(prompt(50), max_tokens=5)
     records = {"queued": system.call("DELETE", f"/v1/jobs/{waiting}")[1]["stopped"]}
     assert system.unfinished() == 0
@@ -208,7 +201,7 @@ def test_without_workers_a_waiting_client_is_told_so_and_a_job_waits(system: Sys
     system.environ["KVR_NO_WORKER_SECONDS"] = "0.5"
     system.environ["KVR_QUEUE_BOUND"] = "2"
     system.start("api")
-    wait_for(lambda: _answers(system), "the API answers")
+    wait_for(system.answers, "the API answers")
     status, answer = system.call("POST", "/v1/completions", {"prompt": "x"})
     assert (status, answer["error"]["code"]) == (503, "no_workers")
     assert [system.call("POST", "/v1/jobs", {"prompt": "x"})[0] for _ in range(3)] == [202, 202, 429]
@@ -218,7 +211,7 @@ def test_without_workers_a_waiting_client_is_told_so_and_a_job_waits(system: Sys
 
 def test_priorities_go_first(system: System) -> None:
     system.start("api")
-    wait_for(lambda: _answers(system), "the API answers")
+    wait_for(system.answers, "the API answers")
     jobs = [system.submit(prompt(20), max_tokens=2, priority=priority) for priority in ("low", "normal", "high")]
     system.start("prefill")
     system.start("decode")

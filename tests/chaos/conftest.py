@@ -65,12 +65,6 @@ class Chaos(System):
         (process,) = self.start(role, module="tests.chaos.worker", test_fault=fault, **settings)
         return process
 
-    def answers(self) -> bool:
-        try:
-            return self.call("GET", "/health/live")[0] == 200
-        except OSError:
-            return False
-
     def wait_fault(self) -> None:
         wait_for(lambda: "fault at " in self.logs(), "the fault happened")
 
