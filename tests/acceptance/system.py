@@ -38,6 +38,19 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = 20) -> An
     return value
 
 
+WAYS_TO_LEAVE = ("close", "reset", "half-close")
+
+
+def leave(connection: socket.socket, way: str) -> None:
+    """As a client may: with FIN, with RST, or with no more to say and still listening."""
+    if way == "half-close":
+        connection.shutdown(socket.SHUT_WR)
+        return
+    if way == "reset":
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    connection.close()
+
+
 class System:
     """Start and stop workers by role; talk HTTP; look into Redis."""
 
@@ -157,6 +170,14 @@ class System:
         status, answer = self.call("POST", "/v1/jobs", {"prompt": prompt, **fields})
         assert status == 202, answer
         return str(answer["id"])
+
+    def try_submit(self, prompt: str | list[int], **fields: Any) -> str:
+        """Empty if it was not accepted: the API or Redis is away."""
+        try:
+            status, answer = self.call("POST", "/v1/jobs", {"prompt": prompt, **fields})
+        except OSError:
+            return ""
+        return str(answer["id"]) if status == 202 else ""
 
     def job(self, job_id: str) -> dict[str, Any]:
         return dict(self.call("GET", f"/v1/jobs/{job_id}")[1])

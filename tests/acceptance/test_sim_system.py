@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.acceptance.system import System, wait_for
+from tests.acceptance.system import WAYS_TO_LEAVE, System, leave, wait_for
 from workers.devices.sim import expected
 
 SIM = {"model": "sim", "prefill_device": "sim", "decode_device": "sim"}
@@ -114,20 +114,15 @@ def _settled(system: System, job: str) -> dict[str, object] | None:
     return record if record and record["milliseconds"] is not None else None
 
 
-@pytest.mark.parametrize("way", ["close", "reset", "half-close"])
+@pytest.mark.parametrize("way", WAYS_TO_LEAVE)
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_cancels_its_request(system: System, way: str, stream: bool) -> None:
+    """C10. Without the pump that is always at `receive`, a half-close would not be seen before the next token."""
     system.start_all()
     body = {"prompt": prompt(4000), "max_tokens": 4000, "stream": stream}  # 0.8 s of silent prefill
     connection = system.stream("/v1/completions", body)
     wait_for(lambda: system.unfinished() == 1, "the job is queued")
-    if way == "half-close":
-        connection.shutdown(socket.SHUT_WR)
-    elif way == "reset":
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        connection.close()
-    else:
-        connection.close()
+    leave(connection, way)
     wait_for(lambda: system.unfinished() == 0, "the job has ended", 2)
     connection.close()
     system.wait_idle(5)
@@ -222,6 +217,7 @@ def test_priorities_go_first(system: System) -> None:
 
 
 def test_memory_and_descriptors_stay_flat_over_two_thousand_jobs(system: System) -> None:
+    """R4 has a hundred thousand, in tests/chaos."""
     system.environ |= {"KVR_SIM_PREFILL_US": "1", "KVR_SIM_STEP_MS": "0.5", "KVR_QUEUE_BOUND": "5000", "KVR_SLOTS": "8"}
     system.start_all()
 
@@ -258,6 +254,7 @@ def test_a_text_that_asks_for_a_stop_string_ends_before_it(system: System) -> No
 
 
 def test_garbage_on_the_kv_port_kills_nothing(system: System) -> None:
+    """Z6. What reads a frame checks it first; a pickle is as good as any other bytes."""
     system.start_all()
     workers = system.redis.smembers(system.key("workers"))
     endpoint = next(e for w in workers if (e := system.redis.hget(system.key(f"worker:{w}"), "endpoint")))

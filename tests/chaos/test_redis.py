@@ -53,7 +53,7 @@ def test_accepted_jobs_survive_a_crash_of_redis_and_their_clients_see_one_text(
     time.sleep(1.2 if server._fsync == "everysec" else 0.0)  # what was accepted longer ago than a second
     started = time.monotonic()
     server.restart()
-    job = wait_for(lambda: submitted(system), "a job is accepted again")
+    job = wait_for(lambda: system.try_submit(prompt(9), max_tokens=3), "a job is accepted again")
     system.finishes(job, prompt(9), 3)
     assert time.monotonic() - started < BACK_SECONDS
     for job, tokens in jobs.items():
@@ -69,19 +69,11 @@ def test_after_a_redis_that_kept_nothing_workers_go_on_with_new_jobs(server: Red
     at_work(system)
     server.restart()
     started = time.monotonic()
-    job = wait_for(lambda: submitted(system), "a job is accepted again")
+    job = wait_for(lambda: system.try_submit(prompt(9), max_tokens=3), "a job is accepted again")
     system.finishes(job, prompt(9), 3)
     assert time.monotonic() - started < BACK_SECONDS
     system.wait_idle(20)
     system.check()
-
-
-def submitted(system: Chaos) -> str:
-    try:
-        status, answer = system.call("POST", "/v1/jobs", {"prompt": prompt(9), "max_tokens": 3})
-    except OSError:
-        return ""
-    return str(answer["id"]) if status == 202 else ""
 
 
 @pytest.mark.parametrize("way", ["gone", "silent"])
