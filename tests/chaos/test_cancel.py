@@ -116,6 +116,15 @@ def test_a_cancel_at_the_moment_of_the_end_makes_one_end(system: Chaos) -> None:
 
 
 @pytest.mark.parametrize("system", [{"slots": 1, "waiting": 1, "sim_step_ms": 20}], indirect=True)
+def test_jobs_that_are_cancelled_while_they_wait_leave_their_queue_at_once(system: Chaos) -> None:
+    """C5. Without the XDEL of `finish` they would stay until somebody leases them, and the bound would count them."""
+    jobs = [system.submit(prompt(20, n), max_tokens=5) for n in range(3)]
+    assert system.unfinished() == 3
+    assert [cancel(system, job) for job in jobs[:2]] == [200, 200]
+    assert system.unfinished() == 1
+    system.check()
+
+
 def test_clients_that_leave_while_they_wait_are_never_served(system: Chaos) -> None:
     """C6."""
     system.start_all_but_the_api()

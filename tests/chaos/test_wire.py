@@ -1,14 +1,24 @@
 """The way of a KV cache: cut, stuck, to nowhere; and every order in which the processes may start."""
 
+import asyncio
 import itertools
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
+import zmq
+import zmq.asyncio
 
 from brokers.curve import Key
+from brokers.kv_receiver import KVReceiver
+from brokers.kv_sender import KVSender, Outbound
+from pipeline.frames import Commit, Message, Ok, Open, decode, encode
+from pipeline.geometry import Geometry, Layer
+from pipeline.transfer import Transfer
 from tests.acceptance.system import wait_for
 from tests.chaos.conftest import Chaos, Client, prompt
 from tests.chaos.proxy import Proxy
@@ -17,6 +27,11 @@ from workers.devices.sim import expected
 
 BIG = {"sim_layers": 64, "sim_prefill_us": 20}
 COUNT = 5
+GEOMETRY = Geometry(model="m", kv_heads=4, head_dim=64, dtype="bfloat16", layers=(Layer(),) * 2)
+TOKENS = 2048  # of GEOMETRY: 1 MiB a tensor
+WAITS, WAITERS = 100_000, 64
+TRANSFERS, WARM = 1000, 50
+RSS_GROWTH = 32 << 20  # a thousand caches are 4 GiB
 
 
 def endpoint_of(system: Chaos, pid: int) -> str:
@@ -35,7 +50,7 @@ def expected_of(tokens: list[int], layers: int) -> list[int]:
 @pytest.mark.parametrize("cut_after", [200, 20_000, 1_000_000, 3_900_000])
 @pytest.mark.parametrize("system", [BIG], indirect=True)
 def test_a_connection_that_is_reset_in_mid_transfer_never_leaves_half_a_cache(system: Chaos, cut_after: int) -> None:
-    """Z3. Without the count of parts before an ACK, half a cache would be decoded; without a bound on the wait for the ACK
+    """Z3, Z1. Without the count of parts before an ACK, half a cache would be decoded; without a bound on the wait for the ACK
     the job would hang."""
     (decode,) = system.start("decode")
     wait_for(lambda: endpoint_of(system, decode.pid), "the decode worker is there")
@@ -76,6 +91,88 @@ def test_a_worker_leaves_in_time_though_its_peer_takes_nothing(system: Chaos) ->
     assert system.tokens(job) == expected_of(prompt(8000), 64)
     system.wait_idle()
     system.check()
+
+
+async def test_a_hundred_thousand_answers_to_waits_of_a_millisecond_are_all_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Z2. With a receive in each wait, rather than one reader that nobody cancels, a wait that is cut short would take a
+    message with it."""
+    read = cut_short = 0
+    answered = Outbound.answered
+
+    def count(outbound: Outbound, message: Message) -> None:
+        nonlocal read
+        read += 1
+        answered(outbound, message)
+
+    monkeypatch.setattr(Outbound, "answered", count)
+    context = zmq.asyncio.Context()
+    router = context.socket(zmq.ROUTER)
+    router.bind("tcp://127.0.0.1:0")
+
+    async def answer() -> None:
+        while True:
+            peer, header = await router.recv_multipart()
+            await router.send_multipart([peer, encode(Ok(nonce=decode(header).nonce))])
+
+    answering = asyncio.create_task(answer())
+    sender = KVSender(key=None, geometry=GEOMETRY, buffer_bytes=1 << 20, open_seconds=30, part_seconds=30)
+    endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    async def wait_again_and_again(nonce: str) -> None:
+        nonlocal cut_short
+        outbound = await sender.open(endpoint, nonce=nonce, job_id="j", lease_id="l", tokens=4)
+        again = Open(nonce=nonce, job="j", lease="l", tokens=4, fingerprint=GEOMETRY.fingerprint())
+        for _ in range(WAITS // WAITERS):
+            try:
+                await outbound.ask(again, 0.001)
+            except TimeoutError:
+                cut_short += 1
+
+    async with asyncio.timeout(100):
+        await asyncio.gather(*(wait_again_and_again(str(number)) for number in range(WAITERS)))
+        while read < WAITERS + WAITS // WAITERS * WAITERS:
+            await asyncio.sleep(0.01)
+    assert cut_short > WAITS / 10
+    answering.cancel()
+    sender.close()
+    context.destroy(linger=0)
+
+
+class Desk:
+    """Takes whatever comes."""
+
+    def take(self, nonce: str) -> bool:
+        return True
+
+    def dropped(self, nonce: str) -> None:
+        raise AssertionError(f"{nonce} was dropped")
+
+    async def arrived(self, transfer: Transfer, commit: Commit) -> None:
+        assert sum(block.tokens for block in transfer.blocks()) == TOKENS * len(GEOMETRY.layers)
+
+
+async def test_a_thousand_transfers_leave_no_memory_behind() -> None:
+    """Z5. With a frame that is kept, in the books of either side, gigabytes would stay."""
+    receiver = KVReceiver(host="127.0.0.1", key=None, geometry=GEOMETRY, context=TOKENS, part_seconds=30, desk=Desk())
+    receiving = asyncio.create_task(receiver.run())
+    sender = KVSender(key=None, geometry=GEOMETRY, buffer_bytes=4 << 20, open_seconds=30, part_seconds=30)
+    process = psutil.Process()
+    before = 0
+    for number in range(WARM + TRANSFERS):
+        outbound = await sender.open(receiver.endpoint, nonce=str(number), job_id="j", lease_id="l", tokens=TOKENS)
+        for layer in range(len(GEOMETRY.layers)):
+            k, v = (np.full(TOKENS * GEOMETRY.token_bytes, number % 251, dtype=np.uint8) for _ in range(2))
+            await asyncio.to_thread(outbound.put, layer, 0, TOKENS, k, v)
+        await outbound.commit((5,))
+        outbound.close()
+        if number == WARM:
+            before = process.memory_info().rss
+    assert process.memory_info().rss - before < RSS_GROWTH
+    receiving.cancel()
+    sender.close()
+    receiver.close()
 
 
 ORDERS = list(itertools.permutations(("redis", "api", "prefill", "decode")))

@@ -12,6 +12,7 @@ from typing import Any
 
 from hands import Hands
 
+from brokers.audit import Audit
 from brokers.keys import GROUP
 from brokers.queue import Lease
 from brokers.store import Store
@@ -189,4 +190,7 @@ async def storm(hands: Hands, chance: random.Random) -> int:
         assert round_.step < STEPS, f"not drained: {[await hands.queue.record(job_id) for job_id in JOBS]}"
         await round_.act()
         round_.step += 1
+    audit = Audit(hands.store, lease_seconds=60, tick_seconds=0)
+    problems = [problem for problem in await audit.problems() if not problem.subject.startswith("worker")]
+    assert problems == [], problems
     return round_.step
