@@ -15,6 +15,7 @@ from brokers.registry import Registry
 from brokers.store import Store
 from brokers.token_log import Entry, LogReader, TokenLog
 from pipeline.config import Config
+from pipeline.errors import RedisAway
 from pipeline.job import Job
 from pipeline.states import TERMINAL, Status
 
@@ -89,14 +90,20 @@ class Front:
             raise JobGone(f"job {job_id} is {standing.status}, and its answer has expired")
 
     async def follow(self, job_id: str, after: int = 0) -> AsyncIterator[list[Entry]]:
-        """Batches of entries until the job ends; a deadline that passes meanwhile ends it.
+        """Batches of entries until the job ends; a deadline that passes meanwhile ends it. While Redis is away it pauses.
 
-        Raises JobUnknown or JobGone, as `expect`.
+        Raises JobUnknown or JobGone, as `expect`; RedisAway at the beginning, and later once no job can be left to follow.
         """
         await self.expect(job_id)
+        heard = asyncio.get_running_loop().time()
         async for entries in self.reader.follow(job_id, after):
-            if not entries:
-                await self.expect(job_id)
+            try:
+                if not entries:
+                    await self.expect(job_id)
+                heard = asyncio.get_running_loop().time()
+            except RedisAway:
+                if asyncio.get_running_loop().time() - heard > self.config.job_seconds:
+                    raise
             yield entries
 
     async def follow_for_client(self, job_id: str, gone: asyncio.Event) -> AsyncIterator[list[Entry]]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ from pipeline.sampling import SamplingParams
 from tests.acceptance.system import wait_for
 from tests.chaos.conftest import Chaos, Client, prompt
 from tests.chaos.redis_server import RedisServer
+from workers.devices.sim import expected
 
 BACK_SECONDS = 10.0 + 10.0  # in which work goes on after a restart, and slack
 COUNT = 100
@@ -69,6 +71,28 @@ def test_accepted_jobs_survive_a_crash_of_redis_and_their_clients_see_one_text(
         clients[job].check(system.tokens(job))
     system.wait_idle()
     system.check()
+
+
+def test_a_stream_pauses_while_redis_is_away_and_goes_on(server: RedisServer, system: Chaos) -> None:
+    """R2. Without patience in `follow` a client would see an error, and its job be cancelled, after a second's outage."""
+    tokens = prompt(60)
+    body = {"prompt": tokens, "max_tokens": 300, "stream": True}
+    events: list[dict[str, str]] = []
+    client = threading.Thread(target=lambda: events.extend(system.events("/v1/completions", body)))
+    client.start()
+    wait_for(
+        lambda: any(len(system.tokens(job.split(":")[-1])) > 3 for job in server.client.keys(system.key("tokens:*"))),
+        "it decodes",
+    )
+    server.kill()
+    time.sleep(3.5)  # more than two leases
+    server.start()
+    client.join(60)
+    assert not client.is_alive()
+    assert events[-1]["data"] == "[DONE]", events[-1]
+    text = "".join(json.loads(event["data"])["choices"][0]["text"] for event in events[:-1])
+    assert text == "".join(map(chr, expected(tokens, 300)))
+    system.wait_idle(20)
 
 
 @pytest.mark.parametrize("server", [""], indirect=True)
