@@ -155,7 +155,9 @@ class Desk:
 
 async def test_a_thousand_transfers_leave_no_memory_behind() -> None:
     """Z5. With a frame that is kept, in the books of either side, gigabytes would stay."""
-    receiver = KVReceiver(host="127.0.0.1", key=None, geometry=GEOMETRY, context=2 * TOKENS, part_seconds=30, desk=Desk())
+    receiver = KVReceiver(
+        host="127.0.0.1", key=None, geometry=GEOMETRY, context=2 * TOKENS, part_seconds=30, desk=Desk()
+    )
     receiving = asyncio.create_task(receiver.run())
     sender = KVSender(key=None, geometry=GEOMETRY, buffer_bytes=4 << 20, open_seconds=30, part_seconds=30)
     process = psutil.Process()
