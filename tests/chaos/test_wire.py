@@ -130,14 +130,16 @@ async def test_a_hundred_thousand_answers_to_waits_of_a_millisecond_are_all_read
             except TimeoutError:
                 cut_short += 1
 
-    async with asyncio.timeout(100):
-        await asyncio.gather(*(wait_again_and_again(str(number)) for number in range(WAITERS)))
-        while read < WAITERS + WAITS // WAITERS * WAITERS:
-            await asyncio.sleep(0.01)
+    try:
+        async with asyncio.timeout(100):
+            await asyncio.gather(*(wait_again_and_again(str(number)) for number in range(WAITERS)))
+            while read < WAITERS + WAITS // WAITERS * WAITERS:
+                await asyncio.sleep(0.01)
+    finally:  # a socket left open would be another test's failure
+        answering.cancel()
+        sender.close()
+        context.destroy(linger=0)
     assert cut_short > WAITS / 10
-    answering.cancel()
-    sender.close()
-    context.destroy(linger=0)
 
 
 class Desk:
@@ -162,19 +164,21 @@ async def test_a_thousand_transfers_leave_no_memory_behind() -> None:
     sender = KVSender(key=None, geometry=GEOMETRY, buffer_bytes=4 << 20, open_seconds=30, part_seconds=30)
     process = psutil.Process()
     before = 0
-    for number in range(WARM + TRANSFERS):
-        outbound = await sender.open(receiver.endpoint, nonce=str(number), job_id="j", lease_id="l", tokens=TOKENS)
-        for layer in range(len(GEOMETRY.layers)):
-            k, v = (np.full(TOKENS * GEOMETRY.token_bytes, number % 251, dtype=np.uint8) for _ in range(2))
-            await asyncio.to_thread(outbound.put, layer, 0, TOKENS, k, v)
-        await outbound.commit((5,))
-        outbound.close()
-        if number == WARM:
-            before = process.memory_info().rss
-    assert process.memory_info().rss - before < RSS_GROWTH
-    receiving.cancel()
-    sender.close()
-    receiver.close()
+    try:
+        for number in range(WARM + TRANSFERS):
+            outbound = await sender.open(receiver.endpoint, nonce=str(number), job_id="j", lease_id="l", tokens=TOKENS)
+            for layer in range(len(GEOMETRY.layers)):
+                k, v = (np.full(TOKENS * GEOMETRY.token_bytes, number % 251, dtype=np.uint8) for _ in range(2))
+                await asyncio.to_thread(outbound.put, layer, 0, TOKENS, k, v)
+            await outbound.commit((5,))
+            outbound.close()
+            if number == WARM:
+                before = process.memory_info().rss
+        assert process.memory_info().rss - before < RSS_GROWTH
+    finally:
+        receiving.cancel()
+        sender.close()
+        receiver.close()
 
 
 ORDERS = list(itertools.permutations(("redis", "api", "prefill", "decode")))
