@@ -1,11 +1,14 @@
 """Every setting: one environment variable ``KVR_…`` each, with its default, checked once."""
 
+import base64
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from pipeline.errors import ConfigError
 
@@ -26,6 +29,7 @@ class Config:
         DEFAULT_MODEL, "smollm2-135m, qwen2.5-coder-0.5b, gemma-3-270m, sim, a directory, or a hub id (owner/name)"
     )
     served_name: str = _setting("", "the model's name in the API and in Redis; empty: from KVR_MODEL")
+    aliases: str = _setting("", "other names that the API serves the model under, as in gpt-4o,my-model")
     cache: str = _setting("~/.cache/kvrelay", "where fetched and converted models are kept")
     context: int = _setting(8192, "tokens of prompt and answer together; every worker must hold it")
 
@@ -33,7 +37,12 @@ class Config:
     host: str = _setting("127.0.0.1", "address that the API listens on")
     port: int = _setting(8000, "port that the API listens on")
     api_workers: int = _setting(1, "API processes")
+    connections: int = _setting(2000, "connections that an API process holds; the next one is answered 503")
+    request_seconds: float = _setting(30.0, "how long a request's head, and then its body, may take to arrive: 408")
+    stall_seconds: float = _setting(30.0, "a client that reads nothing of its answer for so long counts as gone")
+    idle_seconds: float = _setting(75.0, "how long a connection may be idle between two requests")
     url: str = _setting("", "where the kvrelay command finds the API; empty: from host and port")
+    api_key: str = _setting("", "the secret that the kvrelay command shows to the API; see `kvrelay keys`")
 
     prefill_device: str = _setting("cpu", "cpu, cuda, rngd or sim")
     decode_device: str = _setting("cpu", "cpu, cuda, atom or sim")
@@ -62,6 +71,19 @@ class Config:
     part_seconds: float = _setting(30.0, "a transfer without a frame for so long is dropped")
     no_worker_seconds: float = _setting(10.0, "how long a waiting client waits for a worker to appear: 503")
     grace_seconds: float = _setting(3.0, "running jobs may finish for so long after SIGTERM")
+    files: str = _setting(
+        "", "folder of uploaded files and of batches' results, the same for all API processes; empty: in KVR_CACHE"
+    )
+    file_mib: int = _setting(200, "MiB that an uploaded file may have")
+    file_seconds: float = _setting(2592000.0, "how long files and ended batches are kept, unless the client says")
+    batch_window: int = _setting(64, "lines of one batch that are worked on at once")
+
+    webhook_secret: str = _setting(
+        "", "signs webhooks: whsec_ and the base64 of 24 to 64 random bytes; empty: there are no webhooks"
+    )
+    webhook_networks: str = _setting(
+        "", "private networks that webhooks may go to, as in 10.0.0.0/8,127.0.0.1/32; empty: none"
+    )
 
     locks: str = _setting("/run/lock", "folder of the locks that say who has which chip; one for the whole machine")
     rngd_widths: str = _setting("128,512,2048,8192", "rngd: tokens of a chunk that graphs are compiled for")
@@ -109,6 +131,8 @@ class Config:
             raise _wrong("port", self.port, "must be a port number, 1 to 65535")
         if not self.redis_url.startswith(("redis://", "rediss://", "unix://")):
             raise _wrong("redis_url", self.redis_url, "must begin with redis://, rediss:// or unix://")
+        _webhook_key(self.webhook_secret)
+        _networks(self.webhook_networks)
         if self.heartbeat_seconds > self.lease_seconds / 2:
             raise _wrong(
                 "heartbeat_seconds",
@@ -138,6 +162,11 @@ class Config:
         return cls(**values)
 
     @property
+    def names(self) -> list[str]:
+        """All names that requests may use, its own first."""
+        return [self.name, *(alias.strip() for alias in self.aliases.split(",") if alias.strip())]
+
+    @property
     def name(self) -> str:
         """What the API and the Redis keys call the model."""
         return self.served_name or (Path(self.model).name if Path(self.model).is_dir() else self.model)
@@ -148,9 +177,25 @@ class Config:
         return f"kvr:{{{self.name}}}:"
 
     @property
+    def files_folder(self) -> Path:
+        """One for each served name, as the keys of Redis, which know what is in it."""
+        root = Path(self.files) if self.files else Path(self.cache) / "files"
+        return root.expanduser() / f"kvr-{quote(self.name, safe='')}"
+
+    @property
     def api_url(self) -> str:
         host = "127.0.0.1" if self.host == "0.0.0.0" else self.host  # noqa: S104 - compared, not bound
         return self.url or f"http://{host}:{self.port}"
+
+    @property
+    def webhook_key(self) -> bytes:
+        """What KVR_WEBHOOK_SECRET stands for; empty: there are no webhooks."""
+        return _webhook_key(self.webhook_secret)
+
+    @property
+    def allowed_networks(self) -> tuple[IPv4Network | IPv6Network, ...]:
+        """Private networks that webhooks may go to all the same."""
+        return _networks(self.webhook_networks)
 
     @property
     def tick_seconds(self) -> float:
@@ -174,6 +219,10 @@ _CHOICES = {
 _LEAST = {
     "context": 16,
     "api_workers": 1,
+    "connections": 1,
+    "request_seconds": 0.1,
+    "stall_seconds": 0.1,
+    "idle_seconds": 1,
     "chunk": 1,
     "slots": 1,
     "kv_buffer_mib": 1,
@@ -182,6 +231,9 @@ _LEAST = {
     "job_seconds": 0.001,
     "keep_seconds": 1,
     "dead_seconds": 1,
+    "file_mib": 1,
+    "file_seconds": 1,
+    "batch_window": 1,
     "lease_seconds": 0.2,
     "heartbeat_seconds": 0.05,
     "device_call_seconds": 0.1,
@@ -194,6 +246,26 @@ _LEAST = {
 
 def _wrong(name: str, value: object, remedy: str) -> ConfigError:
     return ConfigError(f"KVR_{name.upper()}", value, remedy)
+
+
+def _webhook_key(secret: str) -> bytes:
+    """As Standard Webhooks writes secrets. Nothing of it is shown: messages end in logs."""
+    if not secret:
+        return b""
+    try:
+        key = base64.b64decode(secret.removeprefix("whsec_"), validate=True)
+    except ValueError:
+        key = b""
+    if not secret.startswith("whsec_") or not 24 <= len(key) <= 64:
+        raise _wrong("webhook_secret", "…", "must be whsec_ and the base64 of 24 to 64 bytes")
+    return key
+
+
+def _networks(text: str) -> tuple[IPv4Network | IPv6Network, ...]:
+    try:
+        return tuple(ip_network(part.strip()) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise _wrong("webhook_networks", text, f"must be networks, as in 10.0.0.0/8,127.0.0.1/32 ({error})") from None
 
 
 def env_example() -> str:

@@ -3,6 +3,7 @@
 KVRelayError
 ├── ConfigError          a setting is wrong: names the variable, the value and what would do
 ├── InvalidRequest       the client's fault: names the field
+├── ConstraintError      a constraint on an answer cannot be read, or not be kept to
 ├── ModelMissing         there is no model where one was expected
 ├── DeviceError          the device, or its SDK, cannot do what was asked
 ├── Cancelled            the job ended while we worked on it; leave, say nothing
@@ -33,6 +34,10 @@ class InvalidRequest(KVRelayError):
         super().__init__(f"{field}: {message}" if field else message)
         self.field = field
         self.code = code
+
+
+class ConstraintError(KVRelayError):
+    """What an answer must be cannot be read, or the answer not be kept to it."""
 
 
 class ModelMissing(KVRelayError):

@@ -15,12 +15,20 @@ MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """temperature 0 is greedy; top_k 0 and top_p 1 leave the distribution whole."""
+    """temperature 0 is greedy; the other defaults leave the distribution as it is. What each does is said in vLLM's words.
+
+    presence and frequency: of what was generated; repetition: of the prompt, too. logit_bias: (token, what is added).
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 def uniform(seed: int, index: int) -> float:

@@ -58,21 +58,36 @@ def _text_end(decode: Decode, prompt: Sequence[int]) -> list[int]:
     return []
 
 
+def overlap(text: str, stop: str) -> int:
+    """The longest end of `text` that is a beginning of `stop`, and not all of it."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
 class StopMatcher:
     """Holds back the end of the text while it could still become a stop string."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """include: a stop string is shown, too."""
         self._stops = tuple(stops)
+        self._include = include
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """(text that may be shown, a stop string is complete). The earliest match ends the text, before itself."""
+    def push(self, text: str, *, early: bool = False) -> tuple[str, bool]:
+        """(text that may be shown, a stop string is complete). The earliest match ends the text, before itself.
+
+        early: a stop string that becomes complete in `text` does not count.
+        """
+        before = len(self._held)
         self._held += text
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [] if early else [match for stop in self._stops if (match := self._find(stop, before))]
         if found:
-            shown, self._held = self._held[: min(found)], ""
+            start, end = min(found)
+            shown, self._held = self._held[: end if self._include else start], ""
             return shown, True
-        keep = max((self._overlap(stop) for stop in self._stops), default=0)
+        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
         shown = self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]
         return shown, False
@@ -82,12 +97,10 @@ class StopMatcher:
         shown, self._held = self._held, ""
         return shown
 
-    def _overlap(self, stop: str) -> int:
-        """The longest end of the held text that is a beginning of `stop`."""
-        for length in range(min(len(stop) - 1, len(self._held)), 0, -1):
-            if self._held.endswith(stop[:length]):
-                return length
-        return 0
+    def _find(self, stop: str, before: int) -> tuple[int, int] | None:
+        """Where it stands, if it ends beyond the first `before` characters: one that ended there came too early."""
+        start = self._held.find(stop, max(0, before + 1 - len(stop)))
+        return (start, start + len(stop)) if start >= 0 else None
 
 
 class TextStream:
@@ -99,17 +112,21 @@ class TextStream:
         *,
         prompt: Sequence[int] = (),
         stops: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
         tokens: Sequence[int] = (),
     ) -> None:
-        """`tokens`: what the job has produced already; their text is out."""
+        """`tokens`: what the job has produced already; their text is out. Within the first `min_tokens` nothing stops it."""
         self._detokenizer = Detokenizer(decode, prompt)
-        self._matcher = StopMatcher(stops)
+        self._matcher = StopMatcher(stops, include=include_stop)
+        self._early = min_tokens  # so many more
         for token in tokens:
             self.push(token)
 
     def push(self, token: int) -> tuple[str, bool]:
         """(text that may be shown, a stop string is complete)."""
-        return self._matcher.push(self._detokenizer.push(token))
+        early, self._early = self._early > 0, self._early - 1
+        return self._matcher.push(self._detokenizer.push(token), early=early)
 
     def flush(self) -> str:
         return self._matcher.flush()
