@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from brokers.api_keys import NOBODY
 from brokers.keys import GROUP
 from brokers.store import BLOCK_SECONDS, Store, translated
 from pipeline.errors import Cancelled
@@ -18,9 +19,11 @@ from pipeline.states import Status
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
-    """outcome: ok | exists (same id, same request) | conflict (same id, other request) | full | late."""
+    """outcome: ok | exists (same id, same request) | conflict (same id, other request) | full | owner_full | late.
+    retry_seconds: of the full ones, an estimate of when there is room."""
 
     outcome: str
+    retry_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,7 @@ class Standing:
 
     status: Status
     late: bool
+    owner: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,18 +79,34 @@ class JobQueue:
     def __init__(self, store: Store) -> None:
         self._store = store
 
+    async def submit(self, job_id: str, job: Job, **how: Any) -> Submitted:
+        """One job; see `submit_all`."""
+        return await self.submit_all({job_id: job}, **how)
+
     @translated
-    async def submit(
-        self, job_id: str, job: Job, *, priority: Priority, bound: int, lifetime: float, valid_until: int = 1 << 50
+    async def submit_all(
+        self,
+        jobs: Mapping[str, Job],
+        *,
+        priority: Priority,
+        bound: int,
+        lifetime: float,
+        owner: str = NOBODY.id,
+        owner_bound: int = 0,
+        digest: str = "",
+        valid_until: int = 1 << 50,
+        webhook: str = "",
     ) -> Submitted:
-        """Queues a job. bound: jobs that may wait. lifetime: seconds to its deadline, 0 for none.
-        valid_until: Redis time in ms after which a belated retry must not queue it any more."""
-        answer = await self._store.run(
-            "submit",
-            *(job_id, int(priority), bound, valid_until, job.digest(), int(lifetime * 1000), job.encode()),
-            jobs=[job_id],
-        )
-        return Submitted(outcome=answer[0])
+        """Queues jobs, by their ids: all or none. bound: jobs that may wait. lifetime: seconds to their deadline, 0 for none.
+        owner: whose turns they take; owner_bound: jobs of his that may wait, 0 for any number.
+        digest: tells another request under the same id from a repeat; the job's own if there is none.
+        valid_until: Redis time in ms after which a belated retry must not queue them any more.
+        webhook: URL of who wants to hear of their ends."""
+        args: list[str | int] = [int(priority), bound, owner, owner_bound, valid_until, int(lifetime * 1000), webhook]
+        for job_id, job in jobs.items():
+            args += [job_id, digest or job.digest(), len(job.prompt), job.encode()]
+        answer = await self._store.run("submit", *args, jobs=jobs)
+        return Submitted(outcome=answer[0], retry_seconds=answer[1] / 1000 if len(answer) > 1 else 0.0)
 
     @translated
     async def lease(self, worker: str) -> Lease | Nothing:
@@ -177,6 +197,14 @@ class JobQueue:
         return answers
 
     @translated
+    async def statuses(self, job_ids: Sequence[str]) -> list[Status | None]:
+        """Of each job; None if there is no such job."""
+        async with self._store.redis.pipeline(transaction=False) as pipe:
+            for job_id in job_ids:
+                pipe.hget(self._store.keys.job(job_id), "status")
+            return [None if status is None else Status(status) for status in await pipe.execute()]
+
+    @translated
     async def load(self) -> list[Load]:
         """Of each queue, 0 first."""
         async with self._store.redis.pipeline(transaction=False) as pipe:
@@ -193,10 +221,10 @@ class JobQueue:
     async def standing(self, job_id: str) -> Standing | None:
         """None if there is no such job."""
         async with self._store.redis.pipeline(transaction=False) as pipe:
-            pipe.hmget(self._store.keys.job(job_id), "status", "deadline")
+            pipe.hmget(self._store.keys.job(job_id), "status", "deadline", "owner")
             pipe.time()
-            (status, deadline), (seconds, microseconds) = await pipe.execute()
+            (status, deadline, owner), (seconds, microseconds) = await pipe.execute()
         if status is None:
             return None
         now = seconds * 1000 + microseconds // 1000
-        return Standing(status=Status(status), late=0 < int(deadline) < now)
+        return Standing(status=Status(status), late=0 < int(deadline) < now, owner=owner or NOBODY.id)

@@ -12,8 +12,10 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
 
 from brokers.keys import Keys
+from pipeline.batch import BATCH_OVER, BatchStatus
 from pipeline.config import Config
 from pipeline.errors import RedisAway, RedisRefused
+from pipeline.metrics import BUCKETS
 from pipeline.states import TERMINAL, Status
 
 P = ParamSpec("P")
@@ -41,6 +43,19 @@ SCRIPTS = (
     "revive",
     "purge",
     "strays",
+    "report",
+    "measure",
+    "file_add",
+    "batch_add",
+    "batch_claim",
+    "batch_save",
+    "batch_end",
+    "batch_cancel",
+    "tenants",
+    "admit",
+    "grant",
+    "deliver",
+    "delivered",
 )
 
 
@@ -89,7 +104,16 @@ class Store:
         self.redis: Any = Redis.from_pool(pool)
         self._prefix = config.prefix
         self._shared_keys = [
-            *(self.keys.wake, self.keys.dead, self.keys.credits, self.keys.deadlines),
+            *(
+                self.keys.wake,
+                self.keys.dead,
+                self.keys.credits,
+                self.keys.deadlines,
+                self.keys.line,
+                self.keys.tenants,
+                self.keys.metrics,
+                self.keys.webhooks,
+            ),
             *self.keys.queues,
         ]
         self._scripts = {name: self.redis.register_script(_source(name, config)) for name in SCRIPTS}
@@ -123,11 +147,15 @@ class Store:
 
 def _source(name: str, config: Config) -> str:
     scripts = files("brokers") / "scripts"
-    states = ", ".join(f"{status} = '{status}'" for status in Status)
+    states, batch = (", ".join(f"{status} = '{status}'" for status in kind) for kind in (Status, BatchStatus))
+    bounds = ", ".join(BUCKETS[:-1])
     over = ", ".join(f"{status} = true" for status in Status if status in TERMINAL)
+    batch_over = ", ".join(f"{status} = true" for status in BatchStatus if status in BATCH_OVER)
     return "\n".join(
         [
             f"local STATE, OVER = {{{states}}}, {{{over}}}",
+            f"local BATCH, BATCH_OVER = {{{batch}}}, {{{batch_over}}}",
+            f"local function BOUNDS() return {{{bounds}}} end",  # made when asked for: most calls observe nothing
             f"local KEEP_MS, DEAD_MS = {config.keep_seconds * 1000:.0f}, {config.dead_seconds * 1000:.0f}",
             f"local MAX_ATTEMPTS = {config.attempts}",
             (scripts / "prelude.lua").read_text(encoding="utf-8"),

@@ -5,6 +5,7 @@ thousand streams cost one connection.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 
 from brokers.store import BLOCK_SECONDS, Store, heed_cancel, translated
 from pipeline.errors import RedisAway, RedisRefused
+from pipeline.logprobs import TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -26,18 +28,20 @@ class Entry:
     index: int
     token: int | None = None
     text: str = ""
+    logprobs: TokenLogprobs | None = None
     end: str | None = None  # a terminal status
     reason: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
 class Append:
-    """What a holder wants written: tokens from index `start` on and, with the last of them, the end."""
+    """What a holder wants written: tokens from index `start` on, each with its text and its logprobs (as text, or ''), and,
+    with the last of them, the end."""
 
     job_id: str
     lease_id: str
     start: int
-    tokens: list[tuple[int, str]] = field(default_factory=list)
+    tokens: list[tuple[int, str, str]] = field(default_factory=list)
     end: str = ""
     reason: str = ""
 
@@ -69,24 +73,13 @@ class TokenLog:
 
 
 class Follower:
-    """One reader's place in one log. Made by `LogReader.follow`."""
+    """One reader's place in one log. Made by `LogReader.follow`. news: set when something came, for several together."""
 
-    def __init__(self, after: int) -> None:
+    def __init__(self, after: int, news: asyncio.Event) -> None:
         self.position = after  # index of the next entry
         self.included = False  # in a read that has started
         self.entries: list[Entry] = []
-        self.news = asyncio.Event()
-
-    async def next(self, seconds: float) -> list[Entry]:
-        """What came since; [] if nothing did for so long."""
-        if not self.entries:
-            self.news.clear()
-            try:
-                await asyncio.wait_for(self.news.wait(), seconds)
-            except TimeoutError:
-                return []
-        entries, self.entries = self.entries, []
-        return entries
+        self.news = news
 
 
 class LogReader:
@@ -98,24 +91,32 @@ class LogReader:
         self._changed = asyncio.Event()
         self._client_id: int | None = None  # of the connection that blocks in XREAD
 
-    async def follow(self, job_id: str, after: int = 0) -> AsyncIterator[list[Entry]]:
-        """Batches of entries from index `after` on, none twice; [] after a second without news. Ends with the log.
+    async def follow(self, job_ids: Sequence[str], after: int = 0) -> AsyncIterator[tuple[int, list[Entry]]]:
+        """(number of the log, entries from index `after` on), none twice, until all logs have ended. [] for each of them after
+        a second without news.
 
-        An `after` beyond the log's end just waits: Redis may have lost its last second, and the job goes on.
+        An `after` beyond a log's end just waits: Redis may have lost its last second, and the job goes on.
         """
-        follower = Follower(after)
-        self._followers[follower] = self._store.keys.tokens(job_id)
+        news = asyncio.Event()
+        open_logs = {number: Follower(after, news) for number in range(len(job_ids))}
+        followers = {follower: self._store.keys.tokens(job_ids[number]) for number, follower in open_logs.items()}
+        self._followers |= followers
         try:
-            await self._interrupt(follower)
-            while True:
-                entries = await follower.next(BLOCK_SECONDS)
-                if len(entries) >= BACKLOG:  # it had been passed over, and has room again
-                    await self._interrupt(follower)
-                yield entries
-                if entries and entries[-1].end is not None:
-                    return
+            await self._interrupt(*followers)
+            while open_logs:
+                await _wait(news, BLOCK_SECONDS)
+                came = {number: follower for number, follower in open_logs.items() if follower.entries}
+                for number, follower in (came or dict(open_logs)).items():
+                    entries, follower.entries = follower.entries, []
+                    if len(entries) >= BACKLOG:  # it had been passed over, and has room again
+                        with contextlib.suppress(RedisAway):  # then the next connection reads for it anyway
+                            await self._interrupt(follower)
+                    if entries and entries[-1].end is not None:
+                        del open_logs[number]
+                    yield number, entries
         finally:
-            self._followers.pop(follower, None)
+            for follower in followers:
+                self._followers.pop(follower, None)
 
     async def run(self) -> None:
         """For ever; a lost connection is made anew."""
@@ -160,16 +161,24 @@ class LogReader:
                 follower.news.set()
 
     @translated
-    async def _interrupt(self, newcomer: Follower) -> None:
+    async def _interrupt(self, *newcomers: Follower) -> None:
         """A read that blocks on the old set of followers starts again. It may be about to block: hence the tries."""
-        newcomer.included = False
+        for newcomer in newcomers:
+            newcomer.included = False
         self._changed.set()
         for _ in range(20):
             await asyncio.sleep(0.001)
-            if newcomer.included:
+            if all(newcomer.included for newcomer in newcomers):
                 return
             if self._client_id is not None:
                 await self._store.redis.client_unblock(self._client_id)
+
+
+async def _wait(news: asyncio.Event, seconds: float) -> None:
+    """Until there are some, or for so long."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(news.wait(), seconds)
+    news.clear()
 
 
 def _entry(item: tuple[str, dict[str, str]]) -> Entry:
@@ -177,4 +186,5 @@ def _entry(item: tuple[str, dict[str, str]]) -> Entry:
     index = int(entry_id.partition("-")[0]) - 1
     if "end" in fields:
         return Entry(index=index, end=fields["end"], reason=fields["reason"])
-    return Entry(index=index, token=int(fields["t"]), text=fields["x"])
+    logprobs = TokenLogprobs.decode(fields["p"]) if "p" in fields else None
+    return Entry(index=index, token=int(fields["t"]), text=fields["x"], logprobs=logprobs)

@@ -1,12 +1,13 @@
--- ARGV  2.. per job: id, lease, index of the first token, number of tokens, then (token, text) of each, then end status or '', reason
+-- ARGV  2.. per job: id, lease, index of the first token, number of tokens, then (token, text, logprobs or '') of each, then end
+--          status or '', reason
 -- Answers per job: the next index | lost:<status> | gap:<length of the log>
 -- XADD's explicit id refuses repeats but not gaps: hence the check of the index.
-local answers, i = {}, 2
+local answers, i, appended = {}, 2, 0
 while i <= #ARGV do
   local id, lease, start, count = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
   local first = i + 4
-  local status, reason = ARGV[first + 2 * count], ARGV[first + 2 * count + 1]
-  i = first + 2 * count + 2
+  local status, reason = ARGV[first + 3 * count], ARGV[first + 3 * count + 1]
+  i = first + 3 * count + 2
   local job = read(id)
   local answer
   if not holds(job, lease) then answer = 'lost:' .. (job.status or 'gone')
@@ -18,9 +19,16 @@ while i <= #ARGV do
     if start > length then answer = 'gap:' .. length
     else
       for index = length, start + count - 1 do
-        local at = first + 2 * (index - start)
-        redis.call('XADD', log_key(id), (index + 1) .. '-0', 't', ARGV[at], 'x', ARGV[at + 1])
-        if index == 0 then note(id, 'first_token') end
+        local at = first + 3 * (index - start)
+        local entry = {'t', ARGV[at], 'x', ARGV[at + 1]}
+        if ARGV[at + 2] ~= '' then entry[5], entry[6] = 'p', ARGV[at + 2] end
+        redis.call('XADD', log_key(id), (index + 1) .. '-0', unpack(entry))
+        appended = appended + 1
+        if index == 0 then
+          note(id, 'first_token')
+          tally('prompt_tokens', job.length)
+          observe('ttft', since_submitted(id))
+        end
       end
       if status ~= '' then finish(id, job, status, reason) end
       answer = tostring(math.max(length, start + count))
@@ -28,4 +36,5 @@ while i <= #ARGV do
   end
   answers[#answers + 1] = answer
 end
+if appended > 0 then tally('generation_tokens', appended) end -- once a call: this is the path of every step
 return answers

@@ -32,11 +32,25 @@ local function audit_log(id, job, last)
   end
 end
 
+local function audit_webhook(id, job)
+  local url = redis.call('HGET', job_key(id), 'webhook')
+  if not url then return end
+  local key = owed_key(target_of(url))
+  local owes = over(job) and redis.call('HEXISTS', job_key(id), 'webhook_tries') == 1
+  local listed = redis.call('ZSCORE', key, id)
+  if owes and not (listed and redis.call('ZSCORE', webhooks_key, target_of(url))) then
+    wrong(id, 'owes a webhook, and nobody would see it', function() owe_webhook(id) end)
+  elseif listed and not owes then
+    wrong(id, 'is among the webhooks, and owes none', function() redis.call('ZREM', key, id) end)
+  end
+end
+
 local function audit_over(id, job, last)
   if job.lease ~= '' then
     wrong(id, 'is over, and somebody holds it', function() redis.call('HSET', job_key(id), 'lease', '') end)
   end
   if in_queue(id, job) then wrong(id, 'is over, and still in a queue', function() drop(job.queue, job.entry) end) end
+  if redis.call('ZSCORE', line_key, id) then wrong(id, 'is over, and still in line', function() step_out(id, job) end) end
   if last and not last.ends then
     wrong(id, 'is over, and its log goes on', function()
       reopen(id)
@@ -51,12 +65,15 @@ local function audit_over(id, job, last)
 end
 
 local function audit_owner(id, job)
-  local function again(reason) return function() requeue(id, job, reason, false) end end
+  local function again(reason) return function() requeue(id, job, reason, 'mended') end end
   local pending = redis.pcall('XPENDING', queues[job.queue], GROUP, job.entry, job.entry, '1')
   local clock = not pending.err and pending[1]
   if job.status == STATE.queued then
     if job.lease ~= '' then return wrong(id, 'waits, and somebody holds it', again('nobody knew who had it')) end
     if clock then return wrong(id, 'waits, and was given to ' .. clock[2], again('nobody knew who had it')) end
+    if not redis.call('ZSCORE', line_key, id) then wrong(id, 'waits, and is not in line', function() line_up(id, job) end) end
+  elseif redis.call('ZSCORE', line_key, id) then
+    return wrong(id, 'is ' .. job.status .. ', and still in line', function() step_out(id, job) end)
   elseif job.lease == '' then return wrong(id, 'is ' .. job.status .. ', and nobody holds it', again('nobody held it'))
   elseif not clock then
     return wrong(id, 'is ' .. job.status .. ', and no lease runs for it', again('its lease did not run'))
@@ -70,7 +87,7 @@ end
 
 local function audit_open(id, job, last)
   if not in_queue(id, job) then
-    return wrong(id, 'is ' .. job.status .. ', and in no queue', function() requeue(id, job, 'it was in no queue', false) end)
+    return wrong(id, 'is ' .. job.status .. ', and in no queue', function() requeue(id, job, 'it was in no queue', 'mended') end)
   end
   if last and last.ends then
     return wrong(id, 'is ' .. job.status .. ', and its log has ended', function()
@@ -92,13 +109,20 @@ for i = 4, #ARGV do
   local odd = (kinds[1] ~= 'hash' and kinds[1] ~= 'none') or (kinds[2] ~= 'stream' and kinds[2] ~= 'none')
   local job = not odd and read(id)
   if odd then
-    wrong(id, 'has a record or a log of another type', function() redis.call('DEL', job_key(id), log_key(id)) end)
+    wrong(id, 'has a record or a log of another type', function()
+      redis.call('DEL', job_key(id), log_key(id))
+      step_out(id, {})
+    end)
   elseif not job.status then
+    if redis.call('ZSCORE', line_key, id) then
+      wrong(id, 'is in line, and has no record', function() step_out(id, job) end)
+    end
     if redis.call('EXISTS', log_key(id)) == 1 then
       wrong(id, 'has a token log and no record', function() redis.call('DEL', log_key(id)) end)
     end
   else
     local last = last_of(id)
+    audit_webhook(id, job)
     if not audit_log(id, job, last) then (over(job) and audit_over or audit_open)(id, job, last) end
   end
 end

@@ -3,7 +3,7 @@ local id, from, to = ARGV[2], ARGV[3], ARGV[4]
 local job = read(id)
 if not holds(job, to) then
   if not holds(job, from) then return {'lost:' .. (job.status or 'gone')} end
-  note_owner(job, to)
+  note_owner(id, job, to)
   redis.call('HSET', job_key(id), 'lease', to, 'status', STATE.decoding)
   note(id, STATE.decoding, worker_of(to))
 end

@@ -15,37 +15,41 @@ repeat
 until credit or not listed[1]
 if not credit then return {'nocredit', mark} end
 
-local function take(i, entry, id)
+-- A job of low priority leaves a decode worker's last place to others, unless that worker has nothing to do: otherwise a batch
+-- would fill all places, and whoever waits for an answer had to wait until one of its jobs ends.
+local function spares()
+  if tonumber(redis.call('ZSCORE', credits_key, credit)) == 0 then return true end
+  local free = 0
+  for _, other in ipairs(redis.call('ZRANGE', credits_key, 0, -1)) do
+    if worker_of(other) == worker_of(credit) then free = free + 1 end
+  end
+  return free > 1
+end
+
+local function take(id)
   local job = read(id)
-  if not job.status or over(job) or job.entry ~= entry then
-    redis.call('XACK', queues[i], GROUP, entry)
-    redis.call('XDEL', queues[i], entry)
-  elseif job.lease ~= '' then -- delivered anew because the group was made anew: back to its holder
-    note_owner(job, job.lease)
+  if job.status ~= STATE.queued then step_out(id, job) -- of a record that somebody has deleted
   elseif late(job) then finish(id, job, STATE.expired, 'deadline')
   elseif job.attempt >= MAX_ATTEMPTS then give_up(id, job, 'too many attempts')
+  elseif job.queue == #queues and not spares() then return {'nocredit', mark}
   else
     local lease = worker .. '#' .. random
     redis.call('ZREM', credits_key, credit)
+    redis.call('HSET', tenants_key, 'round', math.max(job.turn, tonumber(redis.call('HGET', tenants_key, 'round') or 0)))
+    step_out(id, job)
+    note_owner(id, job, lease)
     redis.call('HSET', job_key(id), 'status', STATE.prefilling, 'attempt', job.attempt + 1, 'lease', lease)
+    tally('attempts', 1)
     note(id, STATE.prefilling, worker)
     return {'ok', id, lease, credit, redis.call('HGET', worker_key(worker_of(credit)), 'endpoint') or '',
       redis.call('HGET', job_key(id), 'request'), redis.call('XLEN', log_key(id))}
   end
 end
 
-for i = 0, #queues do
-  for turn = 1, 64 do -- bounded: a script holds up everybody
-    local answer = redis.pcall('XREADGROUP', 'GROUP', GROUP, worker, 'COUNT', '1', 'STREAMS', queues[i], '>')
-    if answer and answer.err then
-      if not string.find(answer.err, 'NOGROUP') then return answer end
-      redis.call('XGROUP', 'CREATE', queues[i], GROUP, '0', 'MKSTREAM')
-    elseif not answer then break
-    else
-      local entry = answer[1][2][1]
-      local taken = take(i, entry[1], entry[2][2])
-      if taken then return taken end
-    end
-  end
+for try = 1, 64 do -- bounded: a script holds up everybody
+  local first = redis.call('ZRANGE', line_key, 0, 0)[1]
+  if not first then break end
+  local taken = take(first)
+  if taken then return taken end
 end
 return {'nojob', mark}

@@ -8,7 +8,7 @@ for i = 2, #ARGV, 2 do
     finish(id, job, STATE.expired, 'deadline')
     mine = false
   end
-  if mine then note_owner(job, lease) end
+  if mine then note_owner(id, job, lease) end
   answers[#answers + 1] = mine and 1 or 0
 end
 return answers

@@ -11,6 +11,7 @@ for _, field in ipairs(redis.call('HKEYS', job_key(id))) do
   if string.find(field, '^why:') then redis.call('HDEL', job_key(id), field) end
 end
 redis.call('HDEL', job_key(id), 'reason', 'ended')
+forget_webhook(id) -- of an end that was none; the next one has its own
 redis.call('PERSIST', job_key(id))
 redis.call('PERSIST', log_key(id))
 if job.deadline > 0 then
@@ -19,5 +20,5 @@ if job.deadline > 0 then
   redis.call('ZADD', deadlines_key, job.deadline, id)
 end
 redis.call('XDEL', dead_key, entry)
-enqueue(id, 'requeued by hand', 0)
+enqueue(id, job, 'requeued by hand', 0, 'by_hand')
 return 'ok'

@@ -8,6 +8,7 @@ local asked = now()
 local waits = job.status == STATE.queued
 local phase = waits and 'queued' or job.status == STATE.prefilling and 'prefill' or 'decode' -- until its holder knows better
 finish(id, job, status, reason)
+if waits and status == STATE.cancelled then tally('cancels:queued', 1) end
 redis.call('HSET', job_key(id), 'stop_phase', phase, 'stop_asked', asked, 'stop_ms', waits and 0 or '')
 redis.call('SET', tombstone_key(id), asked .. ' ' .. reason .. ' ' .. phase .. (waits and ' 0 ms' or ''), 'PX', KEEP_MS)
 return {'ok', job.status}
