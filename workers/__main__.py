@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from pipeline.config import Config
 from pipeline.errors import ConfigError, KVRelayError
 from pipeline.model import Model
+from pipeline.vocabulary import Vocabulary
 from workers import stdio
 from workers.chips import holder
 from workers.decode import DecodeWorker
@@ -195,6 +196,7 @@ async def _work(role: str, config: Config, factory: str) -> int:
     model = Model.locate(config)
     tokenizer = Tokenizer.from_file(str(model.tokenizer_file))
     device = (open_prefill if role == "prefill" else open_decode)(config, model, factory)
+    vocabulary = Vocabulary(tokenizer, model.eos)
     station = Station(role, config, factory or _device(role, config))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, station.draining.set)
@@ -202,7 +204,7 @@ async def _work(role: str, config: Config, factory: str) -> int:
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
-    worker = (PrefillWorker if role == "prefill" else DecodeWorker)(station, device, model, decode)  # type: ignore
+    worker = (PrefillWorker if role == "prefill" else DecodeWorker)(station, device, vocabulary, decode)  # type: ignore
     await worker.run()
     station.vitals.close()  # last: a device call that was still under way has noted its end
     log.info("%s has left", station.worker, extra={"action": "left", "worker": station.worker})

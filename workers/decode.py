@@ -19,13 +19,14 @@ from brokers.token_log import Append, TokenLog
 from pipeline.errors import ConfigError, DeviceError, KVRelayError, RedisAway, RedisRefused, TransferError
 from pipeline.frames import Commit
 from pipeline.generation import Emission, Generation
-from pipeline.model import Model
+from pipeline.job import Job
 from pipeline.scheduler import Scheduler
 from pipeline.states import Status
 from pipeline.text import Decode
 from pipeline.transfer import Transfer
+from pipeline.vocabulary import Vocabulary
 from workers.devices import DecodeDevice, RefillsSlots
-from workers.sampler import sample
+from workers.sampler import Sampler, sampler_for
 from workers.station import Figures, Station
 
 log = logging.getLogger(__name__)
@@ -38,8 +39,10 @@ class Sequence:
     job_id: str
     lease_id: str
     generation: Generation
+    sampler: Sampler
     transfer: Transfer | None  # until the cache is in a slot
     first: int  # index of the first token that this worker produces
+    at: float  # when its last token was drawn, or the job taken over
     emissions: list[Emission] = field(default_factory=list)
     written: int = 0  # how many of them Redis has confirmed
     over: bool = False  # ended by us, or taken away from us
@@ -56,12 +59,12 @@ class Step:
 
 
 class DecodeWorker:
-    def __init__(self, station: Station, device: DecodeDevice, model: Model, decode: Decode) -> None:
+    def __init__(self, station: Station, device: DecodeDevice, vocabulary: Vocabulary, decode: Decode) -> None:
         config = station.config
         self._station = station
         self._device = device
         self._refills = _refills(station, device)
-        self._model = model
+        self._vocabulary = vocabulary
         self._decode = decode
         self._log = TokenLog(station.store)
         self._credits = Credits(station.store, station.worker)
@@ -119,16 +122,26 @@ class DecodeWorker:
             raise TransferError("the decode worker shuts down")
         lease_id = f"{self._station.worker}#{secrets.token_hex(6)}"
         job = await self._station.insist(lambda: self._station.queue.handover(transfer.job, transfer.lease, lease_id))
-        generation = Generation(job, eos=self._model.eos, decode=self._decode, tokens=commit.tokens)
-        sequence = Sequence(transfer.job, lease_id, generation, transfer, len(commit.tokens))
-        if not commit.tokens or len(job.prompt) + len(commit.tokens) - 1 != transfer.tokens:
-            reason = f"KV of {transfer.tokens} tokens for a prompt of {len(job.prompt)} and {len(commit.tokens)} more"
-            await self._give_back(sequence, reason)
-            raise TransferError(reason)
-        self._station.vitals.hold(sequence.job_id, lease_id)
+        self._station.vitals.hold(transfer.job, lease_id)
+        try:
+            sequence = await self._sequence(job, lease_id, transfer, commit)
+        except Exception as error:  # held without a sequence it would be renewed, and never stepped
+            self._station.vitals.let_go(transfer.job, lease_id)
+            await self._give_back(transfer.job, lease_id, str(error))
+            raise TransferError(str(error)) from error
         self._sequences[sequence.job_id] = sequence
         self._scheduler.arrived(transfer.nonce, sequence)
         self._work.set()
+
+    async def _sequence(self, job: Job, lease_id: str, transfer: Transfer, commit: Commit) -> Sequence:
+        """What ends it meanwhile shows at its first append."""
+        tokens = commit.tokens
+        if not tokens or len(job.prompt) + len(tokens) - 1 != transfer.tokens:
+            reason = f"KV of {transfer.tokens} tokens for a prompt of {len(job.prompt)} and {len(tokens)} more"
+            raise TransferError(reason)
+        sampler = await sampler_for(job, self._vocabulary, tokens)
+        generation = Generation(job, eos=self._vocabulary.eos, decode=self._decode, tokens=tokens)
+        return Sequence(transfer.job, lease_id, generation, sampler, transfer, len(tokens), time.monotonic())
 
     # Stepping
 
@@ -173,16 +186,15 @@ class DecodeWorker:
                     step.failures |= dict.fromkeys(going.values(), f"step: {type(error).__name__}: {error}")
                     going = {}
         for slot, sequence in going.items():
-            generation = sequence.generation
             try:
-                token = sample(logits[slot], generation.job.sampling, generation.index)
-            except DeviceError as error:
-                step.failures[sequence] = str(error)
+                drawn = sequence.sampler.draw(logits[slot])
+            except Exception as error:
+                step.failures[sequence] = f"draw: {type(error).__name__}: {error}"
                 continue
-            emission = generation.accept(token)
+            emission = sequence.generation.accept(drawn.token, drawn.logprobs)
             step.emissions[sequence] = emission
             if emission.end is None:
-                self._device.commit(slot, token)
+                self._device.commit(slot, drawn.token)
             else:
                 self._device.evict(slot)
         return step
@@ -212,10 +224,13 @@ class DecodeWorker:
 
     def _settle(self, step: Step) -> None:
         """Slot freed first, credit published then; a job that was taken away meanwhile says nothing any more."""
+        now = time.monotonic()
         for sequence, emission in step.emissions.items():
             if sequence.over:
                 continue
             self._tokens_done += 1
+            self._station.tally.observe("itl", now - sequence.at)
+            sequence.at = now
             sequence.emissions.append(emission)
             if emission.end is not None:
                 sequence.over = True
@@ -224,12 +239,13 @@ class DecodeWorker:
                 self._room.set()
         for sequence, reason in step.fallbacks.items():
             log.warning("prefilled job %s here: %s", sequence.job_id, reason, extra={"action": "local_fallback"})
+            self._station.tally.add("local_fallbacks")
             self._station.spawn(self._note_fallback(sequence, reason))
         for sequence, reason in step.failures.items():
             if not sequence.over:
                 log.error("job %s cannot go on: %s", sequence.job_id, reason, extra={"action": "decode_failed"})
                 self._forget(sequence)
-                self._station.spawn(self._give_back(sequence, reason))
+                self._station.spawn(self._give_back(sequence.job_id, sequence.lease_id, reason))
         if step.emissions:
             self._news.set()
 
@@ -273,7 +289,8 @@ class DecodeWorker:
         """Redis has fewer tokens than it confirmed (it lost its last second): write them again, if they are ours."""
         if length < sequence.first:
             self._forget(sequence)
-            self._station.spawn(self._give_back(sequence, "Redis lost tokens of an earlier attempt"))
+            reason = "Redis lost tokens of an earlier attempt"
+            self._station.spawn(self._give_back(sequence.job_id, sequence.lease_id, reason))
         else:
             sequence.written = length - sequence.first
             self._news.set()
@@ -318,11 +335,11 @@ class DecodeWorker:
         self._work.set()
         return True
 
-    async def _give_back(self, sequence: Sequence, reason: str, *, refund: bool = False) -> None:
+    async def _give_back(self, job_id: str, lease_id: str, reason: str, *, refund: bool = False) -> None:
         answer = await self._station.insist(
-            lambda: self._station.queue.release(sequence.job_id, sequence.lease_id, reason, refund=refund)
+            lambda: self._station.queue.release(job_id, lease_id, reason, refund=refund)
         )
-        log.warning("gave job %s back: %s (%s)", sequence.job_id, reason, answer, extra={"action": "released"})
+        log.warning("gave job %s back: %s (%s)", job_id, reason, answer, extra={"action": "released"})
 
     # Credits
 
@@ -391,7 +408,7 @@ class DecodeWorker:
             for sequence in list(self._sequences.values()):
                 self._forget(sequence)
                 await asyncio.wait_for(
-                    self._give_back(sequence, "the worker shuts down", refund=True),
+                    self._give_back(sequence.job_id, sequence.lease_id, "the worker shuts down", refund=True),
                     self._station.config.grace_seconds,
                 )
         except (KVRelayError, TimeoutError) as error:
@@ -423,7 +440,7 @@ def _append(sequence: Sequence) -> Append:
         job_id=sequence.job_id,
         lease_id=sequence.lease_id,
         start=sequence.first + sequence.written,
-        tokens=[(emission.token, emission.text) for emission in fresh],
+        tokens=[emission.entry for emission in fresh],
         end=str(Status.FINISHED) if end else "",
         reason=end or "",
     )

@@ -6,6 +6,7 @@ The next job's prefill starts when the device is free, while the last one's hand
 import asyncio
 import contextlib
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,13 +14,21 @@ from brokers.curve import Key
 from brokers.kv_sender import KVSender, Outbound
 from brokers.queue import Lease
 from brokers.token_log import Append, TokenLog
-from pipeline.errors import Cancelled, CreditVoid, DeviceError, RedisAway, RedisRefused, TransferError
+from pipeline.errors import (
+    Cancelled,
+    ConstraintError,
+    CreditVoid,
+    DeviceError,
+    RedisAway,
+    RedisRefused,
+    TransferError,
+)
 from pipeline.generation import Generation
-from pipeline.model import Model
 from pipeline.states import Status
 from pipeline.text import Decode
+from pipeline.vocabulary import Vocabulary
 from workers.devices import Logits, PrefillDevice
-from workers.sampler import sample
+from workers.sampler import sampler_for
 from workers.station import Figures, Station
 
 log = logging.getLogger(__name__)
@@ -42,11 +51,11 @@ class Work:
 
 
 class PrefillWorker:
-    def __init__(self, station: Station, device: PrefillDevice, model: Model, decode: Decode) -> None:
+    def __init__(self, station: Station, device: PrefillDevice, vocabulary: Vocabulary, decode: Decode) -> None:
         config = station.config
         self._station = station
         self._device = device
-        self._model = model
+        self._vocabulary = vocabulary
         self._decode = decode
         self._log = TokenLog(station.store)
         self._sender = KVSender(
@@ -147,8 +156,11 @@ class PrefillWorker:
                 log.info("left job %s in %s", lease.job_id, work.phase, extra={"action": "left", **extra})
                 await self._station.insist(lambda: self._station.queue.settle(lease.job_id, work.phase))
         except CreditVoid as error:
+            self._station.tally.add("transfer_failures:void")
             await self._release(work, str(error), refund=True)
-        except (TransferError, DeviceError, RedisRefused) as error:
+        except (TransferError, DeviceError, ConstraintError, RedisRefused) as error:
+            if isinstance(error, TransferError) and not work.ended:  # else we broke it off, the job being over
+                self._station.tally.add("transfer_failures:failed")
             await self._release(work, f"{work.phase}: {error}", refund=self._station.draining.is_set())
         except Exception as error:
             log.exception("prefill of job %s failed", lease.job_id, extra={"action": "prefill_failed", **extra})
@@ -165,18 +177,21 @@ class PrefillWorker:
         committed = False
         try:
             logits = await self._run_device(work, prompt, outbound)
+            computed = time.monotonic()
             turn.give_back()
             work.phase = "transfer"
-            generation = Generation(lease.job, eos=self._model.eos, decode=self._decode, tokens=tokens)
+            generation = Generation(lease.job, eos=self._vocabulary.eos, decode=self._decode, tokens=tokens)
             over = await self._first_token(work, generation, logits)
             if not over:
                 # only now: the decode worker goes on from a token that is in the log
                 await outbound.commit(tuple(generation.tokens))
                 committed = True
+                self._station.tally.observe("transfer", time.monotonic() - computed)
             self._jobs_done += 1
             self._tokens_done += len(prompt)
         finally:
             self._bytes_sent += outbound.bytes_sent
+            self._station.tally.add("transfer_bytes", outbound.bytes_sent)
             outbound.close()
             if not committed:
                 outbound.abort("the prefill worker gave up, or the job is over")
@@ -209,12 +224,14 @@ class PrefillWorker:
         """Draws and logs it. True if the job is over with it."""
         lease = work.lease
         index = generation.index
-        emission = generation.accept(sample(logits, lease.job.sampling, index))
+        sampler = await sampler_for(lease.job, self._vocabulary, generation.tokens)
+        drawn = sampler.draw(logits)
+        emission = generation.accept(drawn.token, drawn.logprobs)
         append = Append(
             job_id=lease.job_id,
             lease_id=lease.lease_id,
             start=index,
-            tokens=[(emission.token, emission.text)],
+            tokens=[emission.entry],
             end=str(Status.FINISHED) if emission.end else "",
             reason=emission.end or "",
         )

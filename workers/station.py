@@ -1,6 +1,7 @@
 """A worker's place in the system: its name, its keeper, the bell, the leases it holds, and the way out."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -10,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from brokers.metrics import Tally
 from brokers.queue import JobQueue
 from brokers.registry import Registry
 from brokers.store import Store
@@ -35,6 +37,7 @@ class Station:
         self.config = config
         self.store = Store(config)
         self.queue = JobQueue(self.store)
+        self.tally = Tally(self.store, self.worker)
         self.vitals = Vitals()
         self.draining = asyncio.Event()
         self.failed = False  # a part ended that should not have
@@ -74,6 +77,7 @@ class Station:
         self.spawn(Bell(self.store).listen(ended))
         self.spawn(self._keep(lost))
         self.spawn(self._publish_figures())
+        self.spawn(self._report())
         log.info("%s is ready", self.worker, extra={"action": "ready", "worker": self.worker})
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -111,6 +115,7 @@ class Station:
             self._keeper.communicate()  # closes its input: that is its end; before it could announce us again
         try:
             async with asyncio.timeout(self.config.grace_seconds):
+                await self.tally.report()
                 await self.queue.retire(self.worker)
                 await self._registry.leave(self.worker)
         except (RedisAway, RedisRefused, TimeoutError) as error:
@@ -129,6 +134,12 @@ class Station:
             await asyncio.sleep(self.config.tick_seconds)
             self.vitals.facts.update({**self._figures(), "told": int(time.time() * 1000)})
             self.vitals.publish()
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.tick_seconds)
+            with contextlib.suppress(RedisAway, RedisRefused):  # the next report says it
+                await self.tally.report()
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
