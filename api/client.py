@@ -2,7 +2,7 @@
 
 import http.client
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,13 +22,16 @@ class Away(KVRelayError):
 class Client:
     """Every method raises Refused for an answer that is an error, Away if nobody answers."""
 
-    def __init__(self, url: str, patience: float) -> None:
+    def __init__(self, url: str, patience: float, api_key: str = "") -> None:
         """patience: seconds for an answer that has to be waited for, that of a completion."""
         self.url = url.rstrip("/")
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise Away(f"{url} is no address of an API, as in http://127.0.0.1:8000")
         self._patience = patience
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._host, self._port, self._path = parts.hostname, parts.port, parts.path
 
@@ -44,9 +47,28 @@ class Client:
         """The job's id."""
         return str(self._call("POST", "/v1/jobs", body)["id"])
 
-    def cancel(self, job_id: str) -> None:
-        """Of a job that is over already, nothing."""
-        self._call("DELETE", f"/v1/jobs/{job_id}", accept=(200, 409))
+    def cancel(self, job_id: str) -> Any:
+        """Its record; a job that is over already stays as it is."""
+        return self._call("DELETE", f"/v1/jobs/{job_id}", accept=(200, 409))
+
+    def events(self, job_id: str) -> Iterator[tuple[str, Any]]:
+        """(name of the event, data) of a job, to its end; a token's is called message."""
+        connection, response = self._send("GET", f"/v1/jobs/{job_id}/events", None, ANSWER_SECONDS)
+        try:
+            if response.status != 200:
+                raise Refused(_refusal(response.status, response.read()))
+            event = "message"
+            for raw in response:
+                line = raw.decode().rstrip("\n")
+                if line.startswith("event: "):
+                    event = line.removeprefix("event: ")
+                elif line.startswith("data: "):
+                    yield event, json.loads(line.removeprefix("data: "))
+                    event = "message"
+        except (OSError, http.client.HTTPException) as error:
+            raise Away(f"{self.url} broke off: {type(error).__name__}: {error}") from None
+        finally:
+            connection.close()
 
     def complete(self, body: Any) -> tuple[str, Any]:
         """(job id, answer of /v1/completions)"""
@@ -56,7 +78,7 @@ class Client:
     def stream(self, body: Any) -> tuple[str, Callable[[], None]]:
         """(job id, what leaves without a word). The answer has begun and is not read."""
         connection, response = self._send("POST", "/v1/completions", {**body, "stream": True}, ANSWER_SECONDS)
-        job_id = response.getheader("X-Request-Id")
+        job_id = response.getheader("X-Job-Id")
         if response.status != 200 or job_id is None:
             raise Refused(_refusal(response.status, response.read()))
 
@@ -92,7 +114,7 @@ class Client:
         connection = self._make(self._host, self._port, timeout=seconds)
         data = None if body is None else json.dumps(body)
         try:
-            connection.request(method, self._path + path, data, {"Content-Type": "application/json"})
+            connection.request(method, self._path + path, data, self._headers)
             return connection, connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             connection.close()

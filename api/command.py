@@ -7,9 +7,7 @@ import os
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +15,8 @@ from typing import Any, TypeVar
 
 import dotenv
 
+from api import keys_command
+from api.client import Client, Refused
 from api.pull import pull
 from api.up import up
 from api.validate import add_arguments, validate
@@ -35,10 +35,6 @@ T = TypeVar("T")
 
 class Unknown(KVRelayError):
     """There is no such job."""
-
-
-class ApiRefused(KVRelayError):
-    """The API answered with an error."""
 
 
 def main() -> int:
@@ -99,6 +95,10 @@ def _parser() -> argparse.ArgumentParser:
     keygen.add_argument("file", type=Path)
     keygen.set_defaults(run=_keygen)
 
+    keys = commands.add_parser("keys", help="who may use the API, and how much: see docs/keys.md")
+    keys_command.add_arguments(keys)
+    keys.set_defaults(run=_keys)
+
     check = commands.add_parser("check", help="prove that everything in Redis is as it must be")
     check.add_argument("--repair", action="store_true", help="mend what is not")
     check.set_defaults(run=_check)
@@ -131,7 +131,7 @@ def _submit(config: Config, arguments: argparse.Namespace) -> int:
     for name in ("max_tokens", "temperature", "seed", "priority"):
         if (value := getattr(arguments, name)) is not None:
             body[name] = value
-    job: str = _call(config, "POST", "/v1/jobs", body)["id"]
+    job = _client(config).submit(body)
     if arguments.watch:
         return _print_events(config, job)
     print(job)
@@ -143,7 +143,9 @@ def _watch(config: Config, arguments: argparse.Namespace) -> int:
 
 
 def _cancel(config: Config, arguments: argparse.Namespace) -> int:
-    answer = _call(config, "DELETE", f"/v1/jobs/{arguments.job}")
+    answer = _client(config).cancel(arguments.job)
+    if answer["status"] != "cancelled":
+        raise Refused(f"the job is over: {answer['status']}")
     print(f"{answer['status']}, in phase {answer.get('stopped', {}).get('phase', '-')}")
     return 0
 
@@ -163,6 +165,11 @@ def _keygen(_config: Config, arguments: argparse.Namespace) -> int:
         raise ConfigError("file", arguments.file, f"cannot be written ({error.strerror})") from None
     print(f"{arguments.file}: copy it to every host, and set KVR_KV_KEY to it")
     return 0
+
+
+def _keys(config: Config, arguments: argparse.Namespace) -> int:
+    ask: Callable[[Store, argparse.Namespace], Awaitable[int]] = arguments.ask
+    return _with_store(config, lambda store: ask(store, arguments))
 
 
 def _dead_list(config: Config, _arguments: argparse.Namespace) -> int:
@@ -285,42 +292,15 @@ def _with_store(config: Config, ask: Callable[[Store], Awaitable[T]]) -> T:
 
 def _print_events(config: Config, job: str) -> int:
     """The text to standard output, how it ended to standard error."""
-    for event, data in _events(config, job):
+    for event, data in _client(config).events(job):
         if event == "end":
             print(f"\n[{data['status']}: {data['reason']}]", file=sys.stderr)
             return 0 if data["status"] == "finished" else 1
         if event == "error":
-            raise ApiRefused(data["error"]["message"])
+            raise Refused(data["error"]["message"])
         print(data["text"], end="", flush=True)
-    raise ApiRefused("the API ended the stream before the job was over")
+    raise Refused("the API ended the stream before the job was over")
 
 
-def _events(config: Config, job: str) -> Iterator[tuple[str, Any]]:
-    event = "message"
-    with _open(config, "GET", f"/v1/jobs/{job}/events", None) as response:
-        for raw in response:
-            line = raw.decode().rstrip("\n")
-            if line.startswith("event: "):
-                event = line.removeprefix("event: ")
-            elif line.startswith("data: "):
-                yield event, json.loads(line.removeprefix("data: "))
-                event = "message"
-
-
-def _call(config: Config, method: str, path: str, body: Any = None) -> Any:
-    with _open(config, method, path, body) as response:
-        return json.load(response)
-
-
-def _open(config: Config, method: str, path: str, body: Any) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(config.api_url + path, data=data, method=method)  # noqa: S310 - our own API
-    try:
-        return urllib.request.urlopen(request)  # noqa: S310
-    except urllib.error.HTTPError as error:
-        answer = json.load(error)
-        if method == "DELETE" and error.code == 409:
-            raise ApiRefused(f"the job is over: {answer['status']}") from None
-        raise ApiRefused(answer["error"]["message"]) from None
-    except OSError as error:
-        raise ApiRefused(f"no API at {config.api_url} ({getattr(error, 'reason', error)}): is it running?") from None
+def _client(config: Config) -> Client:
+    return Client(config.api_url, config.job_seconds, config.api_key)

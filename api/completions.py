@@ -1,122 +1,117 @@
-"""``/v1/completions`` and ``/v1/chat/completions``: one job each, waited for or streamed, in OpenAI's shapes."""
+"""``/v1/completions`` and ``/v1/chat/completions``: a job for each choice, waited for or streamed, in OpenAI's shapes."""
 
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from falcon.asgi import Request as HttpRequest
 from falcon.asgi import Response, SSEvent
 
-from api.errors import JobFailed, describe
+from api import body
+from api.answer import Answer
+from api.errors import describe
 from api.front import Front, gone
+from api.idempotency import AGAIN, identify
+from api.operation import DONE, Operation
 from api.requests import ChatRequest, CompletionRequest, Request, read
+from api.shapes import ChatChunk, ChatCompletion, ErrorAnswer, TextChunk, TextCompletion
 from brokers.token_log import Entry
 from pipeline.errors import KVRelayError
-from pipeline.job import Job
-from pipeline.states import Status
 
-
-def usage(prompt: int, completion: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-class Answer:
-    """One job in OpenAI's shape, whole or in pieces."""
-
-    def __init__(self, job_id: str, job: Job, model: str) -> None:
-        self._job = job
-        self._chat = job.kind == "chat"
-        self._head = {
-            "id": ("chatcmpl-" if self._chat else "cmpl-") + job_id,
-            "created": int(time.time()),
-            "model": model,
-        }
-        self.completion_tokens = 0
-        self.finish_reason: str | None = None
-
-    def take(self, entries: list[Entry]) -> str:
-        """Counts the entries, answers their text. Raises JobFailed if the job did not finish."""
-        for entry in entries:
-            if entry.end is None:
-                self.completion_tokens += 1
-            elif entry.end == Status.FINISHED:
-                self.finish_reason = entry.reason
-            else:
-                raise JobFailed(entry.end, entry.reason)
-        return "".join(entry.text for entry in entries)
-
-    def whole(self, text: str) -> dict[str, Any]:
-        if self._chat:
-            choice: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        else:
-            choice = {"text": text}
-        choice |= {"index": 0, "logprobs": None, "finish_reason": self.finish_reason}
-        kind = "chat.completion" if self._chat else "text_completion"
-        return {**self._head, "object": kind, "choices": [choice], "usage": self.usage()}
-
-    def piece(self, text: str, *, first: bool = False) -> dict[str, Any]:
-        """One chunk of a stream; the one with the finish reason comes last."""
-        if self._chat:
-            delta = {"role": "assistant", "content": ""} if first else ({"content": text} if text else {})
-            choice: dict[str, Any] = {"delta": delta}
-        else:
-            choice = {"text": text}
-        choice |= {"index": 0, "logprobs": None, "finish_reason": self.finish_reason}
-        return self._chunk([choice])
-
-    def usage_piece(self) -> dict[str, Any]:
-        return {**self._chunk([]), "usage": self.usage()}
-
-    def usage(self) -> dict[str, int]:
-        return usage(len(self._job.prompt), self.completion_tokens)
-
-    def _chunk(self, choices: list[Any]) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self._chat else "text_completion"
-        return {**self._head, "object": kind, "choices": choices}
+#: What any job may come to while its client waits.
+ERRORS = (404, 409, 410, 422, 429, 504)
+HEADERS = {"X-Job-Id": "The ids of the choices' jobs, with commas between them"}
 
 
 class Completions:
     """POST for one of the two request kinds."""
 
-    def __init__(self, front: Front, kind: type[CompletionRequest] | type[ChatRequest]) -> None:
-        self._front = front
-        self._kind = kind
+    kind: type[CompletionRequest] | type[ChatRequest]
 
-    async def on_post(self, req: HttpRequest, resp: Response) -> None:
-        request: Request = read(await self._front.body(req), self._kind)
-        job = await self._front.job(request)
-        await self._front.require_workers(gone(req))
-        job_id = await self._front.submit(job, request)
-        answer = Answer(job_id, job, self._front.config.name)
-        resp.set_header("X-Request-Id", job_id)
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    async def _complete(self, req: HttpRequest, resp: Response) -> None:
+        raw = await body.read(req)
+        request: Request = read(raw, self.kind)
+        identity, key = identify(req, raw), req.context.key
+        jobs = await self._front.jobs(request, identity.seed)
+        if not await self._front.knows(identity):
+            await self._front.require_workers(gone(req))
+        job_ids = await self._front.submit(jobs, request, identity, key)
+        batches = self._front.follow_for_client(job_ids, key, gone(req), may_come_again=identity.may_come_again)
+        answer = Answer(request, jobs, job_ids, self._front.codec, self._front.config.name)
+        resp.set_header("X-Job-Id", ",".join(job_ids))
         if request.stream:
             resp.set_header("Cache-Control", "no-cache")
             resp.set_header("X-Accel-Buffering", "no")
-            resp.sse = self._stream(req, job_id, answer, request.include_usage)
+            resp.sse = self._stream(batches, answer, request.include_usage)
         else:
-            text = ""
-            async for entries in self._front.follow_for_client(job_id, gone(req)):
-                text += answer.take(entries)
-            resp.media = answer.whole(text)
+            async for number, entries in batches:
+                answer.choices[number].take(entries)
+            resp.media = answer.whole()
 
-    async def _stream(self, req: HttpRequest, job_id: str, answer: Answer, include_usage: bool) -> AsyncIterator[Any]:
-        """The events. `id:` is the token's place in the log. A job that fails ends in an error event, without [DONE].
+    async def _stream(
+        self, batches: AsyncIterator[tuple[int, list[Entry]]], answer: Answer, include_usage: bool
+    ) -> AsyncIterator[Any]:
+        """The events. A job that fails ends in an error event, without [DONE].
+
+        They have no `id:`, for OpenAI's client remembers it, and then takes the comments that keep a connection for events.
+        Whoever wants to resume follows the job (`/v1/jobs/{id}/events`).
 
         Something is sent before the first token, if only a comment: the server holds the headers back till then, and
-        X-Request-Id is how a client knows its job.
+        X-Job-Id is how a client knows its job.
         """
-        opening = SSEvent(json=answer.piece("", first=True)) if self._kind is ChatRequest else None
+        openings: list[Any] = answer.openings()
         try:
-            async for entries in self._front.follow_for_client(job_id, gone(req)):
-                text = answer.take(entries)
-                if text or answer.finish_reason:
-                    yield SSEvent(json=answer.piece(text), event_id=str(entries[-1].index + 1))
-                elif not entries:
-                    yield opening  # None is a comment, so that proxies keep the connection
-                    opening = None
+            async for number, entries in batches:
+                if not entries:
+                    for opening in openings or [None]:
+                        yield SSEvent(json=opening) if opening else None  # None is a comment: it keeps the connection
+                    openings = []
+                    continue
+                choice = answer.choices[number]
+                delta = choice.take(entries)
+                if not delta.empty or choice.finish_reason:
+                    yield SSEvent(json=answer.chunk(choice.piece(delta)))
         except KVRelayError as error:
+            if include_usage:
+                yield SSEvent(json=answer.usage_chunk())
             yield SSEvent(json=describe(error)[1])
             return
         if include_usage:
-            yield SSEvent(json=answer.usage_piece())
-        yield SSEvent(text="[DONE]")
+            yield SSEvent(json=answer.usage_chunk())
+        yield SSEvent(text=DONE)
+
+
+class TextCompletions(Completions):
+    kind = CompletionRequest
+
+    @Operation(
+        body=CompletionRequest,
+        example={"prompt": "Once upon a time", "max_tokens": 8},
+        answers={200: TextCompletion},
+        events={"message": (TextChunk, ErrorAnswer, DONE)},
+        errors=ERRORS,
+        headers=AGAIN,
+        sends=HEADERS,
+    )
+    async def on_post(self, req: HttpRequest, resp: Response) -> None:
+        """Goes on from a text, or from several. With `stream`: as server-sent events."""
+        await self._complete(req, resp)
+
+
+class ChatCompletions(Completions):
+    kind = ChatRequest
+
+    @Operation(
+        body=ChatRequest,
+        example={"messages": [{"role": "user", "content": "What is a KV cache?"}], "max_tokens": 8},
+        answers={200: ChatCompletion},
+        events={"message": (ChatChunk, ErrorAnswer, DONE)},
+        errors=ERRORS,
+        headers=AGAIN,
+        sends=HEADERS,
+    )
+    async def on_post(self, req: HttpRequest, resp: Response) -> None:
+        """Answers a conversation. With `stream`: as server-sent events."""
+        await self._complete(req, resp)

@@ -1,16 +1,18 @@
-"""What every resource needs: read a body, submit a job, follow it to its end."""
+"""What every resource needs: submit a job, follow it to its end."""
 
 import asyncio
-import uuid
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 from falcon.asgi import Request as HttpRequest
 
-from api.disconnect import GONE
-from api.errors import JobGone, JobUnknown, NoWorkers, QueueFull, TooLarge
-from api.requests import Request, make_job
+from api.disconnect import CLIENT, Client
+from api.errors import JobGone, JobUnknown, KeyReused, NoWorkers, QueueFull
+from api.idempotency import Identity
+from api.requests import Request, make_jobs
 from api.text import PromptCodec
-from brokers.queue import JobQueue
+from brokers.api_keys import ApiKey
+from brokers.queue import JobQueue, Standing
 from brokers.registry import Registry
 from brokers.store import Store
 from brokers.token_log import Entry, LogReader, TokenLog
@@ -19,8 +21,7 @@ from pipeline.errors import RedisAway
 from pipeline.job import Job
 from pipeline.states import TERMINAL, Status
 
-BODY_LIMIT = 8 << 20  # bytes; the longest prompts as token ids stay well below
-POLL = 0.2  # seconds between looks for a worker
+POLL = 0.2  # seconds between looks for a worker, or for Redis
 
 
 class Front:
@@ -32,32 +33,40 @@ class Front:
         self.registry = Registry(store, config.lease_seconds)
         self.log = TokenLog(store)
         self.reader = LogReader(store)
+        self.cancels: set[asyncio.Task[None]] = set()  # that Redis has not taken yet
 
-    async def body(self, request: HttpRequest) -> bytes:
-        """Counted while it is read. Raises TooLarge."""
-        body = bytearray()
-        async for chunk in request.stream:
-            body += chunk
-            if len(body) > BODY_LIMIT:
-                raise TooLarge(f"the body exceeds {BODY_LIMIT} bytes")
-        return bytes(body)
+    async def jobs(self, request: Request, seed: int) -> list[Job]:
+        """seed: of a request that names none."""
+        return await make_jobs(request, self.codec, self.config, seed)
 
-    async def job(self, request: Request) -> Job:
-        return await make_job(request, self.codec, self.config)
+    async def submit(
+        self, jobs: Sequence[Job], request: Request, identity: Identity, key: ApiKey, webhook: str = ""
+    ) -> list[str]:
+        """Queues all of them, or none, for the key's owner; answers their ids. webhook: who wants to hear of their ends.
 
-    async def submit(self, job: Job, request: Request) -> str:
-        """Queues the job; answers its id. Raises QueueFull."""
-        job_id = uuid.uuid4().hex
-        submitted = await self.queue.submit(
-            job_id,
-            job,
+        Raises QueueFull, KeyReused."""
+        job_ids = identity.job_ids(len(jobs))
+        submitted = await self.queue.submit_all(
+            dict(zip(job_ids, jobs, strict=True)),
             priority=request.queue,
             bound=self.config.queue_bound,
             lifetime=request.timeout or self.config.job_seconds,
+            owner=key.id,
+            owner_bound=key.waiting,
+            digest=identity.digest,
+            webhook=webhook,
         )
         if submitted.outcome == "full":
-            raise QueueFull(f"{self.config.queue_bound} jobs are waiting; try again later")
-        return job_id
+            raise QueueFull(f"{self.config.queue_bound} jobs may wait, and this would be more", submitted.retry_seconds)
+        if submitted.outcome == "owner_full":
+            raise QueueFull(f"{key.waiting} jobs of this key may wait, and this would be more", submitted.retry_seconds)
+        if submitted.outcome == "conflict":
+            raise KeyReused("this Idempotency-Key came with another body before: another request needs another key")
+        return job_ids
+
+    async def knows(self, identity: Identity) -> bool:
+        """The request came before, and its jobs are still there: perhaps they are over, and nobody needs to work."""
+        return identity.may_come_again and await self.queue.standing(identity.job_ids(1)[0]) is not None
 
     async def workers(self) -> dict[str, int]:
         """role → how many live and answer."""
@@ -76,59 +85,94 @@ class Front:
                 raise NoWorkers(f"no {missing} worker is there; `kvrelay workers` shows who is")
             await asyncio.sleep(POLL)
 
-    async def expect(self, job_id: str) -> None:
-        """The job is there and can be read; if its deadline has passed unseen, it ends now.
-
-        Raises JobUnknown without a job, JobGone when it is over and its log has expired.
-        """
+    async def visible(self, job_id: str, key: ApiKey) -> Standing:
+        """Raises JobUnknown without a job, and in the same words for another's: nobody learns that it exists."""
         standing = await self.queue.standing(job_id)
-        if standing is None:
+        if standing is None or not key.sees(standing.owner):
             raise JobUnknown(f"there is no job {job_id}")
+        return standing
+
+    async def expect(self, job_id: str, key: ApiKey) -> bool:
+        """The job is there for this key and can be read; if its deadline has passed unseen, it ends now. Answers whether it
+        was over.
+
+        Raises JobUnknown as `visible`, JobGone when it is over and its log has expired.
+        """
+        standing = await self.visible(job_id, key)
         if standing.late and standing.status not in TERMINAL:
             await self.queue.stop(job_id, Status.EXPIRED, "deadline")
         elif standing.status in TERMINAL and not await self.log.exists(job_id):
             raise JobGone(f"job {job_id} is {standing.status}, and its answer has expired")
+        return standing.status in TERMINAL
 
-    async def follow(self, job_id: str, after: int = 0) -> AsyncIterator[list[Entry]]:
-        """Batches of entries until the job ends; a deadline that passes meanwhile ends it. While Redis is away it pauses.
+    async def has_said_all(self, job_id: str, key: ApiKey, after: int) -> bool:
+        """It is over, and its log has nothing from index `after` on: nothing will come. Raises as `expect`."""
+        return await self.expect(job_id, key) and not await self.log.read(job_id, after)
+
+    async def follow(
+        self, job_ids: Sequence[str], key: ApiKey, after: int = 0
+    ) -> AsyncIterator[tuple[int, list[Entry]]]:
+        """(number of the job, entries) until all have ended, [] now and then; a deadline that passes meanwhile ends one. While
+        Redis is away it pauses.
 
         Raises JobUnknown or JobGone, as `expect`; RedisAway at the beginning, and later once no job can be left to follow.
         """
-        await self.expect(job_id)
-        heard = asyncio.get_running_loop().time()
-        async for entries in self.reader.follow(job_id, after):
+        for job_id in job_ids:
+            await self.expect(job_id, key)
+        clock = asyncio.get_running_loop().time
+        heard = clock()
+        async for number, entries in self.reader.follow(job_ids, after):
             try:
-                if not entries:
-                    await self.expect(job_id)
-                heard = asyncio.get_running_loop().time()
+                if not entries and await self.has_said_all(job_ids[number], key, after):
+                    return
+                heard = clock()
             except RedisAway:
-                if asyncio.get_running_loop().time() - heard > self.config.job_seconds:
+                if clock() - heard > self.config.job_seconds:
                     raise
-            yield entries
+            yield number, entries
 
-    async def follow_for_client(self, job_id: str, gone: asyncio.Event) -> AsyncIterator[list[Entry]]:
-        """The same for a synchronous request: a client that leaves cancels its job. The first batch, empty, comes at once.
+    async def follow_for_client(
+        self, job_ids: Sequence[str], key: ApiKey, gone: asyncio.Event, *, may_come_again: bool
+    ) -> AsyncIterator[tuple[int, list[Entry]]]:
+        """The same for a synchronous request. The first batch, empty, comes at once.
 
-        The cancel writes the end into the log, which is how this iterator learns of it.
+        A client that leaves cancels its jobs, unless its request may come again. The cancel writes the end into the logs,
+        which is how this iterator learns of it.
         """
-        leaving = asyncio.create_task(self._cancel_when(gone, job_id))
-        ended = False
+        going = {} if may_come_again else dict(enumerate(job_ids))
+        leaving = asyncio.create_task(self._cancel_when(gone, list(going.values())))
         try:
-            yield []  # here and not in the caller: whoever has begun to answer is watched already
-            async for entries in self.follow(job_id):
-                ended = bool(entries) and entries[-1].end is not None
-                yield entries
+            yield 0, []  # here and not in the caller: whoever has begun to answer is watched already
+            async for number, entries in self.follow(job_ids, key):
+                if entries and entries[-1].end is not None:
+                    going.pop(number, None)
+                yield number, entries
         finally:
             leaving.cancel()
-            if not ended:  # this generator was closed before the end: nobody reads any more
-                await self.queue.stop(job_id, Status.CANCELLED, "client left")
+            self._cancel(going.values())  # this generator was closed before the end: nobody reads any more
 
-    async def _cancel_when(self, gone: asyncio.Event, job_id: str) -> None:
+    async def _cancel_when(self, gone: asyncio.Event, job_ids: Sequence[str]) -> None:
         await gone.wait()
-        await self.queue.stop(job_id, Status.CANCELLED, "client left")
+        self._cancel(job_ids)
+
+    def _cancel(self, job_ids: Iterable[str]) -> None:
+        """In tasks of their own: while Redis is away they try again, and the request may be over by then."""
+        for job_id in job_ids:
+            task = asyncio.create_task(self._insist_on_cancel(job_id))
+            self.cancels.add(task)
+            task.add_done_callback(self.cancels.discard)
+
+    async def _insist_on_cancel(self, job_id: str) -> None:
+        with contextlib.suppress(TimeoutError):  # a job that nobody cancelled in all that time is over
+            async with asyncio.timeout(self.config.job_seconds):
+                while True:
+                    with contextlib.suppress(RedisAway):
+                        await self.queue.stop(job_id, Status.CANCELLED, "client left")
+                        return
+                    await asyncio.sleep(POLL)
 
 
 def gone(request: HttpRequest) -> asyncio.Event:
     """Set when the client of this request has left."""
-    event: asyncio.Event = request.scope[GONE]
-    return event
+    client: Client = request.scope[CLIENT]
+    return client.gone

@@ -65,7 +65,7 @@ def validate(config: Config, arguments: argparse.Namespace) -> int:
     if arguments.merge:
         return _merge(arguments.merge)
     baseline = Baseline.read(Path(arguments.baseline), arguments.lengths)
-    client = Client(arguments.url or config.api_url, SECONDS)
+    client = Client(arguments.url or config.api_url, SECONDS, config.api_key)
     report = Report(baseline=baseline.header, lengths=list(baseline.lengths), url=client.url)
     try:
         _run(Validation(baseline, client, arguments.patience), report)
