@@ -1,6 +1,7 @@
 """A whole system in processes of its own: API and workers on a private Redis, with whatever settings a test asks for."""
 
 import asyncio
+import copy
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import redis
 from brokers.audit import Audit, Problem
 from brokers.store import Store
 from pipeline.config import Config
+from tests.acceptance import promises
 
 
 def free_port() -> int:
@@ -70,6 +72,7 @@ class System:
         self.arguments: dict[str, list[str]] = {"prefill": [], "decode": []}
         self.redis = redis.Redis.from_url(redis_url, decode_responses=True)
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.headers = {"Content-Type": "application/json"}  # of every request
 
     def key(self, name: str) -> str:
         return f"kvr:{{{self.name}}}:{name}"
@@ -144,9 +147,21 @@ class System:
 
     # HTTP
 
+    def asking(self, **headers: str) -> "System":
+        """The same system, as somebody sees it whose requests have these headers."""
+        other = copy.copy(self)
+        other.headers = self.headers | {name.replace("_", "-"): value for name, value in headers.items()}
+        return other
+
     def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        status, answer = self._call(method, path, body)
+        promises.check(method, path, status, answer)
+        return status, answer
+
+    def _call(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data=data, method=method)
+        url = f"http://127.0.0.1:{self.port}{path}"
+        request = urllib.request.Request(url, data=data, headers=self.headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=110) as response:
                 return response.status, json.load(response)
@@ -198,14 +213,17 @@ class System:
         data = b"" if body is None else json.dumps(body).encode()
         method = "GET" if body is None else "POST"
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
-        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n{headers}\r\n"
+        kind = "Content-Type: application/json\r\n" if data else ""
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n{kind}{headers}\r\n"
         connection.sendall(head.encode() + data)
         return connection
 
     def events(self, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Iterator[dict[str, str]]:
         """Server-sent events, each as its fields."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data=data, headers=headers or {})
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data=data, headers=self.headers | (headers or {})
+        )
         fields: dict[str, str] = {}
         with urllib.request.urlopen(request, timeout=60) as response:
             for raw in response:

@@ -118,6 +118,7 @@ def test_the_comparison_sees_a_cache_that_arrives_zeroed(
 def test_a_seed_gives_the_same_text_alone_among_neighbours_and_on_another_worker(
     system: System, redis_url: str, smollm2: Path, tmp_path: Path
 ) -> None:
+    """H9. Without draws that depend on seed and index alone, neighbours or another worker would change the text."""
     request = {"max_tokens": 48, "temperature": 0.8, "top_p": 0.95, "seed": 7}
     alone = system.complete(TEXT, **request)["choices"][0]["text"]
     assert system.complete(TEXT, **{**request, "seed": 8})["choices"][0]["text"] != alone
@@ -178,7 +179,7 @@ def test_openai_clients_stream_chats_and_see_errors(system: System) -> None:
         assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
         assert [model.id for model in client.models.list()] == [system.name]
         with pytest.raises(openai.BadRequestError, match="presence_penalty"):
-            client.chat.completions.create(**fixed, presence_penalty=1.0)
+            client.chat.completions.create(**fixed, presence_penalty=3.0)
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(**{**fixed, "model": "another"})
     finally:

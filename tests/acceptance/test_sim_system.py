@@ -134,6 +134,7 @@ def test_a_client_that_leaves_cancels_its_request(system: System, way: str, stre
 
 
 def test_a_stream_resumes_at_every_index_without_gap_or_repeat(system: System) -> None:
+    """H8. Without the place in the log as the event's id a client could not say where it was."""
     system.start_all()
     tokens = prompt(30)
     job = system.submit(tokens, max_tokens=8)

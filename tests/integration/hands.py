@@ -91,7 +91,7 @@ class Hands:
     async def append(
         self, job_id: str, lease_id: str, start: int, *tokens: int, end: str = "", reason: str = ""
     ) -> str:
-        written = [(token, f"<{token}>") for token in tokens]
+        written = [(token, f"<{token}>", "") for token in tokens]
         (answer,) = await self.log.append(
             [Append(job_id=job_id, lease_id=lease_id, start=start, tokens=written, end=end, reason=reason)]
         )

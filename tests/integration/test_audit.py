@@ -28,9 +28,11 @@ async def one_of_each(hands: Hands) -> None:
         await hands.leased(name)
     for name in ("finished", "decoding"):
         lease = await hands.field(name, "lease")
-        await hands.log.append([Append(job_id=name, lease_id=lease, start=0, tokens=[(5, "a")])])
+        await hands.log.append([Append(job_id=name, lease_id=lease, start=0, tokens=[(5, "a", "")])])
         await hands.queue.handover(name, lease, f"d1#{name}")
-    ended = Append(job_id="finished", lease_id="d1#finished", start=1, tokens=[(6, "b")], end="finished", reason="stop")
+    ended = Append(
+        job_id="finished", lease_id="d1#finished", start=1, tokens=[(6, "b", "")], end="finished", reason="stop"
+    )
     await hands.log.append([ended])
     await hands.submit("waits")
     await hands.submit("cancelled")
@@ -69,7 +71,7 @@ async def lose_token(hands: Hands) -> object:
 
 
 async def lose_open_token(hands: Hands) -> object:
-    await hands.log.append([Append(job_id="decoding", lease_id="d1#decoding", start=1, tokens=[(7, "c")])])
+    await hands.log.append([Append(job_id="decoding", lease_id="d1#decoding", start=1, tokens=[(7, "c", "")])])
     return await hands.redis.xdel(hands.keys.tokens("decoding"), "1-0")
 
 
@@ -107,7 +109,7 @@ async def orphan_credit(hands: Hands) -> object:
 
 
 async def orphan_consumer(hands: Hands) -> object:
-    return await hands.redis.xgroup_createconsumer(hands.keys.queues[1], GROUP, "p9")
+    return await hands.redis.xgroup_createconsumer(hands.keys.queues[2], GROUP, "p9")
 
 
 async def immortal_worker(hands: Hands) -> object:
@@ -133,6 +135,43 @@ async def lose_place(hands: Hands) -> object:
 
 async def nonsense_queue(hands: Hands) -> object:
     return await hands.redis.hset(hands.keys.job("waits"), "queue", 7)
+
+
+async def lose_place_in_line(hands: Hands) -> object:
+    return await hands.redis.zrem(hands.keys.line, "waits")
+
+
+async def lose_line(hands: Hands) -> object:
+    return await hands.redis.delete(hands.keys.line)
+
+
+async def stay_in_line(hands: Hands) -> object:
+    return await hands.redis.zadd(hands.keys.line, {"decoding": 1})
+
+
+async def stand_in_line_when_over(hands: Hands) -> object:
+    return await hands.redis.zadd(hands.keys.line, {"finished": 1})
+
+
+async def stand_in_line_as_nobody(hands: Hands) -> object:
+    return await hands.redis.zadd(hands.keys.line, {"ghost": 1})
+
+
+async def lose_record_in_line(hands: Hands) -> object:
+    return await hands.redis.delete(hands.keys.job("waits"))
+
+
+async def note_too_many(hands: Hands) -> object:
+    return await hands.redis.hincrby(hands.keys.tenants, "waiting:-", 2)
+
+
+async def note_another_s(hands: Hands) -> object:
+    await hands.redis.hset(hands.keys.tenants, "waiting:-", 0)
+    return await hands.redis.hset(hands.keys.tenants, "waiting:other", 1)
+
+
+async def forget_tenants(hands: Hands) -> object:
+    return await hands.redis.delete(hands.keys.tenants)
 
 
 async def other_type(hands: Hands) -> object:
@@ -163,6 +202,15 @@ BROKEN: list[tuple[Break, str]] = [
     (nonsense_queue, "job waits is queued, and in no queue"),
     (other_type, "job strange has a record or a log of another type"),
     (end_what_goes_on, "job decoding is decoding, and its log has ended"),
+    (lose_place_in_line, "job waits waits, and is not in line"),
+    (lose_line, "job waits waits, and is not in line"),
+    (stay_in_line, "job decoding is decoding, and still in line"),
+    (stand_in_line_when_over, "job finished is over, and still in line"),
+    (stand_in_line_as_nobody, "job ghost is in line, and has no record"),
+    (lose_record_in_line, "job waits is in line, and has no record"),
+    (note_too_many, "tenant - has other jobs in line than are noted: 1, and 3 noted"),
+    (note_another_s, "tenant other has other jobs in line than are noted: 0, and 1 noted"),
+    (forget_tenants, "tenant - has other jobs in line than are noted: 1, and 0 noted"),
 ]
 
 

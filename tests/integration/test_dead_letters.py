@@ -7,6 +7,7 @@ from brokers.audit import Audit
 from brokers.dead_letters import DeadLetter, DeadLetters
 from brokers.token_log import Append
 from pipeline.config import Config
+from pipeline.logprobs import TokenLogprobs
 
 
 async def given_up(hands: Hands, job_id: str, tokens: int = 0, **how: float) -> DeadLetter:
@@ -16,7 +17,7 @@ async def given_up(hands: Hands, job_id: str, tokens: int = 0, **how: float) -> 
         await hands.credit()
         lease = await hands.lease()
         if attempt == 1 and tokens:
-            fresh = [(number, "x") for number in range(tokens)]
+            fresh = [(number, "x", f"[-{number},[]]") for number in range(tokens)]
             await hands.log.append([Append(job_id=job_id, lease_id=lease.lease_id, start=0, tokens=fresh)])
         outcome = await hands.queue.release(job_id, lease.lease_id, f"reason {attempt}")
     assert outcome == "dead"
@@ -51,9 +52,13 @@ async def test_a_requeued_job_has_all_its_attempts_and_goes_on_after_its_tokens(
     lease = await hands.lease()
     assert (lease.job_id, lease.log_length) == ("a", tokens)
     assert await hands.field("a", "attempt") == "1"
-    fresh = Append(job_id="a", lease_id=lease.lease_id, start=tokens, tokens=[(7, "y")], end="finished", reason="stop")
+    fresh = Append(
+        job_id="a", lease_id=lease.lease_id, start=tokens, tokens=[(7, "y", "")], end="finished", reason="stop"
+    )
     assert await hands.log.append([fresh]) == [str(tokens + 1)]
     assert [entry.token for entry in await hands.log.read("a")] == [*range(tokens), 7, None]
+    logprobs = [TokenLogprobs(-number) for number in range(tokens)]
+    assert [entry.logprobs for entry in await hands.log.read("a")] == [*logprobs, None, None]
     assert await audit.problems() == []
 
 

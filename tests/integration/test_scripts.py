@@ -15,6 +15,7 @@ from brokers.token_log import Append
 from pipeline.config import Config
 from pipeline.errors import Cancelled
 from pipeline.job import Priority
+from pipeline.logprobs import TokenLogprobs
 from pipeline.states import OPEN, Status
 
 LONG_AGO = 1  # milliseconds of Redis time
@@ -113,6 +114,26 @@ async def test_without_a_job_nobody_takes_a_credit(hands: Hands) -> None:
     assert await hands.credits() == [credit]
 
 
+async def test_a_job_of_low_priority_leaves_the_last_place_of_a_busy_worker_to_others(hands: Hands) -> None:
+    """Without it a batch would fill every place, and a chat had to wait for the end of one of its jobs."""
+    for job in ("low 1", "low 2", "low 3"):
+        await hands.submit(job, priority=Priority.LOW)
+    await hands.credit("d1", busy=4)
+    await hands.credit("d2", busy=5)
+    await hands.no_lease()
+    await hands.credit("d1", busy=4)
+    assert (await hands.lease()).job_id == "low 1"
+    mark = await hands.no_lease()
+    await hands.submit("chat")
+    assert (await hands.lease()).job_id == "chat"
+    assert len(await hands.credits()) == 1
+    await hands.credit("d2", busy=5)
+    await asyncio.wait_for(hands.queue.wait(mark), 0.5)
+    assert (await hands.lease()).job_id == "low 2"
+    await hands.redis.zadd(hands.keys.credits, {(await hands.credits())[0]: 0})
+    assert (await hands.lease()).job_id == "low 3", "of a worker that has nothing to do"
+
+
 async def test_a_credit_published_twice_is_one_credit(hands: Hands) -> None:
     await hands.credit("d1", "n")
     await hands.credit("d1", "n")
@@ -165,15 +186,16 @@ async def test_every_lease_id_is_new(hands: Hands) -> None:
     assert (await hands.lease()).lease_id != first.lease_id
 
 
-async def test_an_entry_whose_job_is_gone_is_dropped(hands: Hands) -> None:
+async def test_a_job_that_was_deleted_is_passed_over_and_its_entry_swept(hands: Hands) -> None:
     await hands.submit("a")
     await hands.redis.delete(hands.keys.job("a"))
     await hands.credit()
     await hands.no_lease()
+    await hands.queue.sweep(60.0)
     assert await hands.idle()
 
 
-async def test_an_old_entry_of_a_job_that_was_queued_anew_is_dropped(hands: Hands) -> None:
+async def test_an_old_entry_of_a_job_that_was_queued_anew_is_swept(hands: Hands) -> None:
     await hands.submit("a")
     await hands.redis.delete(hands.keys.job("a"))
     await hands.submit("a")
@@ -181,7 +203,103 @@ async def test_an_old_entry_of_a_job_that_was_queued_anew_is_dropped(hands: Hand
     await hands.credit()
     assert (await hands.lease()).job_id == "a"
     await hands.no_lease()
+    await hands.queue.sweep(60.0)
     assert await hands.unfinished() == 1
+
+
+async def leased_in_turn(hands: Hands, count: int) -> list[str]:
+    for _ in range(count):
+        await hands.credit()
+    return [(await hands.lease()).job_id for _ in range(count)]
+
+
+async def test_a_tenant_with_many_jobs_holds_up_another_s_one_for_a_turn_only(hands: Hands) -> None:
+    """Without turns the one would wait for the thousand."""
+    for number in range(1000):
+        await hands.submit(f"many-{number}", owner="many", bound=2000)
+    assert await leased_in_turn(hands, 5) == [f"many-{number}" for number in range(5)]
+    await hands.submit("one", owner="one", bound=2000)
+    assert "one" in await leased_in_turn(hands, 2)
+
+
+async def test_a_tenant_that_comes_back_has_saved_up_no_turns(hands: Hands) -> None:
+    for number in range(20):
+        await hands.submit(f"many-{number:02}", owner="many")
+    await leased_in_turn(hands, 10)
+    for number in range(10):
+        await hands.submit(f"late-{number:02}", owner="late")
+    order = await leased_in_turn(hands, 10)
+    assert 4 <= sum(job.startswith("late") for job in order) <= 6, order
+
+
+async def test_jobs_of_high_priority_pass_another_tenant_s_normal_one_and_only_so_many(hands: Hands) -> None:
+    """Without the bound who marks everything as high would starve everybody else."""
+    await hands.submit("before", owner="one", bound=2000)
+    for number in range(200):
+        await hands.submit(f"high-{number}", owner="many", priority=Priority.HIGH, bound=2000)
+    await hands.submit("low", owner="one", priority=Priority.LOW, bound=2000)
+    assert await leased_in_turn(hands, 100) == [f"high-{number}" for number in range(100)]
+    await hands.submit("after", owner="one", bound=2000)
+    order = await leased_in_turn(hands, 103)
+    assert (order.index("before"), order.index("low")) == (28, 102)
+
+
+async def test_short_prompts_pass_a_long_one_and_only_so_many(hands: Hands) -> None:
+    """Without the length in its place the short ones would wait; with length alone the long one would wait for ever."""
+    long = replace(JOB, prompt=(1,) * 256 * 5)
+    await hands.submit("long", long)
+    for number in range(20):
+        await hands.submit(f"short-{number:02}")
+    order = await leased_in_turn(hands, 21)
+    assert order.index("long") == 4  # the fifth comes after it, by its own three tokens
+
+
+async def test_the_bound_of_a_tenant_is_exact_and_leaves_others_alone(hands: Hands) -> None:
+    outcomes = await asyncio.gather(*(hands.submit(f"j{number}", owner="a", owner_bound=10) for number in range(100)))
+    assert (outcomes.count("ok"), outcomes.count("owner_full")) == (10, 90)
+    assert await hands.submit("other", owner="b", owner_bound=10) == "ok"
+    await leased_in_turn(hands, 1)
+    assert await hands.submit("next", owner="a", owner_bound=10) == "ok"
+    await hands.cancel("next")
+    assert await hands.submit("another", owner="a", owner_bound=10) == "ok"
+
+
+async def test_a_tenant_s_jobs_are_counted_anew_when_somebody_has_deleted_one_or_the_count(hands: Hands) -> None:
+    """Without the sweep's look the tenant would have a place less, or any number, until nobody waits."""
+
+    async def noted() -> str | None:
+        return await hands.redis.hget(hands.keys.tenants, "waiting:a")
+
+    for job_id in ("x", "y", "z"):
+        await hands.submit(job_id, owner="a")
+    await hands.redis.delete(hands.keys.job("x"))
+    assert await leased_in_turn(hands, 1) == ["y"]
+    await hands.queue.sweep(60.0)
+    assert await noted() == "1"
+    await hands.redis.delete(hands.keys.tenants)
+    await hands.queue.sweep(60.0)
+    assert await noted() == "1"
+
+
+async def test_when_nobody_waits_nothing_is_remembered_of_turns(hands: Hands) -> None:
+    await hands.submit("a", owner="x")
+    await leased_in_turn(hands, 1)
+    assert await hands.redis.exists(hands.keys.line, hands.keys.tenants) == 0
+
+
+async def test_a_line_that_was_deleted_is_made_anew_from_the_queues_and_the_other_way_round(hands: Hands) -> None:
+    await hands.submit("a")
+    await hands.submit("b")
+    await hands.redis.delete(hands.keys.line, hands.keys.tenants)
+    await hands.queue.sweep(60.0)
+    assert await leased_in_turn(hands, 1) == ["a"]
+    await hands.redis.delete(*hands.keys.queues)
+    await hands.queue.sweep(60.0)
+    assert await leased_in_turn(hands, 1) == ["b"]
+    assert await hands.working() == 1, "a's clock comes back when its holder renews"
+    lease = await hands.field("a", "lease")
+    assert await hands.queue.renew({"a": lease or ""}) == []
+    assert await hands.working() == 2
 
 
 async def test_a_job_past_its_deadline_expires_when_it_would_be_leased(hands: Hands) -> None:
@@ -259,10 +377,10 @@ async def test_a_batch_answers_for_each_job_by_itself(hands: Hands) -> None:
     await hands.cancel("bad")
     answers = await hands.log.append(
         [
-            Append(job_id="bad", lease_id=bad.lease_id, start=0, tokens=[(1, "x"), (2, "y")]),
-            Append(job_id="good", lease_id=good.lease_id, start=0, tokens=[(3, ""), (4, "z\n'\"")]),
+            Append(job_id="bad", lease_id=bad.lease_id, start=0, tokens=[(1, "x", ""), (2, "y", "")]),
+            Append(job_id="good", lease_id=good.lease_id, start=0, tokens=[(3, "", ""), (4, "z\n'\"", "")]),
             Append(job_id="none", lease_id="p1#x", start=0, tokens=[]),
-            Append(job_id="good", lease_id=good.lease_id, start=3, tokens=[(9, "")]),
+            Append(job_id="good", lease_id=good.lease_id, start=3, tokens=[(9, "", "")]),
         ]
     )
     assert answers == ["lost:cancelled", "2", "lost:gone", "gap:2"]
@@ -270,6 +388,19 @@ async def test_a_batch_answers_for_each_job_by_itself(hands: Hands) -> None:
         (0, 3, ""),
         (1, 4, "z\n'\""),
     ]
+
+
+async def test_logprobs_are_written_for_the_tokens_that_have_them_and_for_no_others(hands: Hands) -> None:
+    lease = await hands.leased("a")
+    logprobs = TokenLogprobs(-0.5, ((3, -0.5), (9, -1.25)))
+    tokens = [(3, "x", logprobs.encode()), (4, "y", ""), (5, "z", TokenLogprobs(-2.0).encode())]
+    append = Append(job_id="a", lease_id=lease.lease_id, start=0, tokens=tokens)
+    assert await hands.log.append([append, append]) == ["3", "3"]  # the second as after a lost reply
+    entries = await hands.log.read("a")
+    assert [entry.logprobs for entry in entries] == [logprobs, None, TokenLogprobs(-2.0)]
+    assert [(entry.token, entry.text) for entry in entries] == [(3, "x"), (4, "y"), (5, "z")]
+    written = [set(fields) for _, fields in await hands.redis.xrange(hands.keys.tokens("a"))]
+    assert written == [{"t", "x", "p"}, {"t", "x"}, {"t", "x", "p"}]
 
 
 async def test_an_empty_lease_id_holds_nothing(hands: Hands) -> None:
@@ -360,10 +491,31 @@ async def test_a_holder_of_a_group_that_was_destroyed_gets_its_entry_back_and_no
     await hands.redis.xgroup_destroy(hands.keys.queues[Priority.NORMAL], GROUP)
     credit = await hands.credit()
     await hands.no_lease("p2")
+    assert await hands.queue.sweep(60.0) == []
     assert await hands.owner("a") == "d1"
     assert await hands.queue.renew({"a": lease_id}) == []
     assert await hands.credits() == [credit]
     assert (await hands.field("a", "attempt"), await hands.status("a")) == ("1", "decoding")
+
+
+async def test_a_job_whose_holder_died_when_its_group_was_destroyed_is_swept(hands: Hands) -> None:
+    """Without a clock that is started anew nobody would ever see that the holder is gone."""
+    await hands.decoding("a")
+    await hands.redis.xgroup_destroy(hands.keys.queues[Priority.NORMAL], GROUP)
+    await hands.sweep(["a:queued"])
+
+
+async def test_a_clock_that_runs_is_not_set_back_when_another_is_started(hands: Hands) -> None:
+    """Without the look before, a job that lost its clock would keep alive all those whose holders are gone."""
+    for job_id in ("a", "b"):
+        await hands.leased(job_id)
+    entry = await hands.field("a", "entry")
+    queue = hands.keys.queues[Priority.NORMAL]
+    await hands.redis.xclaim(queue, GROUP, "p1", 0, [await hands.field("b", "entry")], idle=30_000)
+    await hands.redis.xack(queue, GROUP, entry)
+    assert await hands.queue.sweep(60.0) == []
+    idle = [item["time_since_delivered"] for item in await hands.redis.xpending_range(queue, GROUP, "-", "+", 10)]
+    assert sorted(time > 20_000 for time in idle) == [False, True]
 
 
 async def test_waiting_jobs_of_a_group_that_was_destroyed_run_once(hands: Hands) -> None:
@@ -655,9 +807,9 @@ async def test_a_holder_s_note_is_one_line_and_nobody_else_s_is_taken(hands: Han
 async def test_standing_tells_status_and_lateness_by_the_clock_of_redis(hands: Hands) -> None:
     assert await hands.queue.standing("a") is None
     await hands.submit("a", lifetime=60.0)
-    assert await hands.queue.standing("a") == Standing(status=Status.QUEUED, late=False)
-    await hands.submit("b", lifetime=0.0)
-    assert await hands.queue.standing("b") == Standing(status=Status.QUEUED, late=False)
+    assert await hands.queue.standing("a") == Standing(status=Status.QUEUED, late=False, owner="-")
+    await hands.submit("b", lifetime=0.0, owner="me")
+    assert await hands.queue.standing("b") == Standing(status=Status.QUEUED, late=False, owner="me")
     await hands.submit("c", lifetime=0.001)
     await until(lambda: is_late(hands, "c"))
 

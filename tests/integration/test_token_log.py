@@ -46,8 +46,8 @@ async def writer(hands: Hands, job_id: str = "a") -> Writer:
 async def all_of(reader: LogReader, job_id: str = "a", after: int = 0) -> list[Entry]:
     """Everything from `after` to the end, in the order it came."""
     entries: list[Entry] = []
-    async with aclosing(reader.follow(job_id, after)) as batches, asyncio.timeout(WAIT_SECONDS):
-        async for batch in batches:
+    async with aclosing(reader.follow([job_id], after)) as batches, asyncio.timeout(WAIT_SECONDS):
+        async for _, batch in batches:
             entries += batch
     return entries
 
@@ -131,11 +131,11 @@ async def test_a_log_longer_than_the_backlog_comes_whole(hands: Hands, reader: L
 async def test_an_index_beyond_the_end_waits_until_the_log_gets_there(hands: Hands, reader: LogReader) -> None:
     log = await writer(hands)
     await log.write(3)
-    async with aclosing(reader.follow("a", after=5)) as batches:
-        assert await anext(batches) == []  # a second without news
+    async with aclosing(reader.follow(["a"], after=5)) as batches:
+        assert await anext(batches) == (0, [])  # a second without news
         await log.write(3, end="finished")
         entries: list[Entry] = []
-        async for batch in batches:
+        async for _, batch in batches:
             entries += batch
     assert shown(entries) == whole(6, 5)
 
@@ -146,6 +146,21 @@ async def test_a_follower_of_a_job_that_does_not_exist_yet_waits_for_it(hands: H
     log = await writer(hands)
     await log.write(2, end="finished")
     assert shown(await follower) == whole(2)
+
+
+async def test_several_logs_are_followed_as_one_each_to_its_end(hands: Hands, reader: LogReader) -> None:
+    logs = [await writer(hands, job_id) for job_id in ("a", "b", "c")]
+    seen: dict[int, list[Entry]] = {0: [], 1: [], 2: []}
+    async with aclosing(reader.follow(["a", "b", "c"])) as batches, asyncio.timeout(WAIT_SECONDS):
+        await logs[1].write(3, end="finished")
+        pending = asyncio.create_task(anext(batches))
+        number, entries = await pending
+        seen[number] += entries
+        await logs[0].write(2, end="finished")
+        await logs[2].write(1, end="finished")
+        async for number, entries in batches:
+            seen[number] += entries
+    assert [shown(seen[number]) for number in range(3)] == [whole(2), whole(3), whole(1)]
 
 
 async def test_a_newcomer_does_not_wait_for_the_read_that_blocks_on_the_others(hands: Hands, reader: LogReader) -> None:
@@ -165,11 +180,11 @@ async def test_a_follower_that_does_not_read_holds_nobody_up_and_gets_everything
 ) -> None:
     count = 3 * BACKLOG
     log = await writer(hands)
-    async with aclosing(reader.follow("a")) as slow:
+    async with aclosing(reader.follow(["a"])) as slow:
         pending = asyncio.create_task(anext(slow))
         await started(reader, 1)
         await log.write()
-        entries = await pending  # and from here on it does not read
+        _, entries = await pending  # and from here on it does not read
         fast = asyncio.create_task(all_of(reader))
         for _ in range(count // 64):
             await log.write(64)
@@ -178,7 +193,7 @@ async def test_a_follower_that_does_not_read_holds_nobody_up_and_gets_everything
         (follower,) = reader._followers
         assert len(follower.entries) < 2 * BACKLOG
         async with asyncio.timeout(WAIT_SECONDS):
-            async for batch in slow:
+            async for _, batch in slow:
                 entries += batch
     assert shown(entries) == whole(count + 1)
 
@@ -199,7 +214,7 @@ async def test_a_newcomer_does_not_wait_either_once_the_reader_has_a_new_connect
     hands: Hands, reader: LogReader
 ) -> None:
     first, second = await writer(hands, "first"), await writer(hands, "second")
-    batches = reader.follow("first")
+    batches = reader.follow(["first"])
     pending = asyncio.create_task(anext(batches))
     killed = await blocked(hands)
     await hands.redis.client_kill_filter(_id=str(killed))
@@ -209,7 +224,7 @@ async def test_a_newcomer_does_not_wait_either_once_the_reader_has_a_new_connect
 
     await until(blocked_anew)
     await first.write()  # ends the read that was under way when the connection was lost
-    assert shown(await pending) == [0]
+    assert shown((await pending)[1]) == [0]
     await blocked(hands)
     await second.write(2, end="finished")
     async with asyncio.timeout(SOON):

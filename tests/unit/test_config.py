@@ -1,5 +1,6 @@
 """Settings: read once, checked once, and every refusal says what would do."""
 
+import base64
 from dataclasses import fields
 from pathlib import Path
 
@@ -37,6 +38,8 @@ BAD = [
     ("KVR_CHUNK", "0", "at least 1"),
     ("KVR_ATTEMPTS", "0", "at least 1"),
     ("KVR_QUEUE_BOUND", "0", "at least 1"),
+    ("KVR_FILE_MIB", "0", "at least 1"),
+    ("KVR_BATCH_WINDOW", "0", "at least 1"),
     ("KVR_KEEP_SECONDS", "0", "at least 1"),
     ("KVR_LEASE_SECONDS", "0.1", "at least 0.2"),
     ("KVR_HEARTBEAT_SECONDS", "0.01", "at least 0.05"),
@@ -47,6 +50,8 @@ BAD = [
     ("KVR_PART_SECONDS", "inf", "must be"),
     ("KVR_SIM_STEP_MS", "-1", "at least 0"),
     ("KVR_REDIS_URL", "localhost:6379", "redis://, rediss:// or unix://"),
+    ("KVR_WEBHOOK_NETWORKS", "10.0.0.1/8", "networks, as in 10.0.0.0/8,127.0.0.1/32"),
+    ("KVR_WEBHOOK_NETWORKS", "intranet", "networks, as in 10.0.0.0/8,127.0.0.1/32"),
     ("KVR_NO_SUCH_THING", "1", ".env.example lists them all"),
 ]
 
@@ -86,6 +91,22 @@ def test_values_take_the_type_of_their_default() -> None:
     config = Config.from_env({"KVR_PORT": "9000", "KVR_LEASE_SECONDS": "7", "KVR_MODEL": "sim"})
     assert (config.port, config.lease_seconds, config.model) == (9000, 7.0, "sim")
     assert type(config.lease_seconds) is float
+
+
+@pytest.mark.parametrize("secret", ["c2hvcnQ=", "whsec_c2hvcnQ=", "whsec_not base64 at all", "A" * 32])
+def test_a_bad_secret_is_refused_and_not_shown(secret: str) -> None:
+    """Without the rule of its own it would stand in the log of every start."""
+    with pytest.raises(ConfigError, match="KVR_WEBHOOK_SECRET=…: must be whsec_ and the base64 of") as caught:
+        Config.from_env({"KVR_WEBHOOK_SECRET": secret})
+    assert secret not in str(caught.value)
+
+
+def test_a_webhook_secret_stands_for_its_bytes_and_networks_for_themselves() -> None:
+    secret = base64.b64encode(bytes(range(32))).decode()
+    config = Config(webhook_secret=f"whsec_{secret}", webhook_networks="10.0.0.0/8, ::1/128")
+    assert config.webhook_key == bytes(range(32))
+    assert [str(network) for network in config.allowed_networks] == ["10.0.0.0/8", "::1/128"]
+    assert (Config().webhook_key, Config().allowed_networks) == (b"", ())
 
 
 def test_the_example_file_is_what_the_settings_say() -> None:

@@ -19,7 +19,7 @@ from pipeline.text import HALF, Decode, StopMatcher, TextStream
 Ids = list[int]
 
 
-def _byte_fallback() -> Tokenizer:
+def byte_fallback() -> Tokenizer:
     pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnop", "▁a", "ab", "한"]
     model = models.BPE(
         vocab={piece: number for number, piece in enumerate(pieces)},
@@ -37,7 +37,7 @@ def _byte_fallback() -> Tokenizer:
 def _tokenizers() -> list[object]:
     found = [
         pytest.param(Tokenizer.from_file(str(SIM / "tokenizer.json")), id="bytes"),
-        pytest.param(_byte_fallback(), id="fallback"),
+        pytest.param(byte_fallback(), id="fallback"),
     ]
     real = os.environ.get("KVR_TEST_MODEL", "")
     if real and Path(real).is_dir():
