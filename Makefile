@@ -16,7 +16,7 @@ ATOM := .venv-atom
 RNGD := .venv-rngd
 
 .PHONY: run test lint bench clean env-atom test-atom env-rngd check-rngd \
-  .check-rngd validate-models chaos soak chaos-report
+  .check-rngd validate-models chaos soak chaos-report fuzz
 
 run: $(VENV)/.installed
 	@$(BIN)/kvrelay pull
@@ -64,6 +64,11 @@ soak: $(VENV)/.installed-dev
 # the table of docs/reliability.md, measured anew; for an idle machine
 chaos-report: $(VENV)/.installed-dev
 	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python -m tests.chaos.report docs/reliability.md
+
+# twenty minutes of whatever schemathesis thinks of; SECONDS= and SEED= for others
+fuzz: $(VENV)/.installed-dev
+	KVR_TEST_FUZZ_SECONDS=$(or $(SECONDS),1200) KVR_TEST_FUZZ_SEED=$(or $(SEED),1) PATH="$$PATH:$(CURDIR)/$(BIN)" \
+	  $(BIN)/python -m pytest -s -q tests/acceptance/test_openapi.py -k schemathesis
 
 bench: $(VENV)/.installed-dev
 	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python -m pytest -m benchmark -s -q tests/benchmarks
