@@ -14,7 +14,7 @@ from tests.acceptance.system import System, free_port, wait_for
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
-#: Tokens of prompt and answer. An answer that is over before the prefill worker has heard of the hand-over would be no transfer.
+#: Tokens of prompt and answer. One that is over before the prefill worker hears of the hand-over is no transfer.
 JOBS = {(10 + length, 30 + length) for length in range(12)}
 
 
