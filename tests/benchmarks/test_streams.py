@@ -74,7 +74,9 @@ class Streams:
     async def _client(self, job: str) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._system.port)
         writer.write(f"GET /v1/jobs/{job}/events HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-        self.opened += (await reader.readline()).startswith(b"HTTP/1.1 200")
+        status = await reader.readline()
+        assert status.startswith(b"HTTP/1.1 200"), status
+        self.opened += 1
         seen = 0
         while seen < STEPS:
             line = await reader.readline()

@@ -103,7 +103,7 @@ def test_a_client_that_leaves_while_redis_is_away_cancels_its_job_all_the_same(
     (key,) = wait_for(lambda: server.client.keys(system.key("tokens:*")), "it decodes")
     server.kill()
     connection.close()
-    time.sleep(5)  # gunicorn ends a request three seconds after its client has left, and that is no second chance
+    time.sleep(5)  # by then gunicorn has ended the request: no second chance
     server.start()
     job = key.split(":")[-1]
     wait_for(lambda: system.job(job).get("status") == "cancelled", "it is cancelled", BACK_SECONDS)
