@@ -10,16 +10,20 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import falcon.inspect
 import pytest
 import redis
 from hypothesis import settings
 
+from api.openapi import Routes
 from brokers.store import Store
 from pipeline.config import Config
 
 # no limit on one example: a busy machine is no failure, and pytest has one for the whole test
 settings.register_profile("kvrelay", deadline=None)
 settings.load_profile("kvrelay")
+# ours is Falcon's own, which remembers more
+falcon.inspect.register_router(Routes)(falcon.inspect.inspect_compiled_router)
 
 START_SECONDS = 10.0
 STARTS = 5  # the free port may be taken again before the server has it

@@ -11,7 +11,6 @@ from falcon.testing import ASGIConductor, Result
 from hands import Hands
 
 from api.app import create_app
-from api.openapi import Routes
 from brokers.api_keys import ApiKeys
 from brokers.store import Store
 from pipeline.config import Config
@@ -62,9 +61,6 @@ def refusal(result: Result, status: int, code: str) -> str:
 
 
 # Who is let in
-
-
-falcon.inspect.register_router(Routes)(falcon.inspect.inspect_compiled_router)
 
 
 def routes(config: Config) -> Iterator[tuple[str, str]]:

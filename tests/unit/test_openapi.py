@@ -30,7 +30,6 @@ ROUTES = Routes()
 CONFIG = Config(model="sim")
 APP = wire(Front(CONFIG, PromptCodec(Model.locate(CONFIG), CONFIG.context), Store(CONFIG)), ROUTES)
 DOCUMENT = json.loads(json.dumps(document(ROUTES)))
-falcon.inspect.register_router(Routes)(falcon.inspect.inspect_compiled_router)
 OPERATIONS = [
     pytest.param(operation, id=f"{method} {path}")
     for path, methods in DOCUMENT["paths"].items()
