@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from api.errors import FileUnknown, NoStorage, TooLarge
 from api.operation import Operation
-from api.pages import page, place
+from api.pages import once, page, place
 from api.shapes import FileDeleted, FilePage, FileRecord, Upload
 from brokers.api_keys import ApiKey
 from brokers.files import BLOCK, File, Files, Growing
@@ -100,14 +100,14 @@ class FileList:
     async def on_get(self, req: HttpRequest, resp: Response) -> None:
         """The files of the key that asks, in pages."""
         after, limit = place(req, most=MOST, default=MOST)
-        purpose, order = req.get_param("purpose"), req.get_param("order") or "desc"
+        purpose, order = once(req, "purpose", ""), once(req, "order", "desc")
         if order not in ("asc", "desc"):
             raise InvalidRequest("order", f"{order[:40]!r} is neither asc nor desc")
         if after:
             await find(self._files, after, req.context.key)
 
         def wanted(stored: Mapping[str, str]) -> bool:
-            return req.context.key.sees(stored["owner"]) and purpose in (None, stored["purpose"])
+            return req.context.key.sees(stored["owner"]) and purpose in ("", stored["purpose"])
 
         found, more = await self._files.catalogue.page(wanted, after=after, limit=limit, oldest_first=order == "asc")
         resp.media = page([shown(File.decode(stored)) for stored in found], more)
@@ -157,12 +157,16 @@ class FileList:
                 raise InvalidRequest(name, "is required")
         if fields["purpose"] != PURPOSE:
             raise InvalidRequest("purpose", f"{fields['purpose'][:40]!r} is not supported, only {PURPOSE!r}")
-        anchor, seconds = fields.get("expires_after[anchor]", ""), fields.get("expires_after[seconds]", "")
-        if not anchor + seconds:
+        anchor, seconds = (fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
+        if anchor is None and seconds is None:
             return self._seconds
         if anchor != "created_at":
             raise InvalidRequest("expires_after[anchor]", "must be created_at")
-        if not re.fullmatch("[0-9]{1,8}", seconds) or not LEAST_SECONDS <= int(seconds) <= MOST_SECONDS:
+        if (
+            seconds is None
+            or not re.fullmatch("[0-9]{1,8}", seconds)
+            or not LEAST_SECONDS <= int(seconds) <= MOST_SECONDS
+        ):
             raise InvalidRequest("expires_after[seconds]", f"must be a number from {LEAST_SECONDS} to {MOST_SECONDS}")
         return int(seconds)
 

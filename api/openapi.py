@@ -36,6 +36,8 @@ MEANING = {
     504: "The job's deadline passed.",
     507: "The disk that files lie on is full, or gone.",
 }
+#: What the server refuses before there is a request, in plain text.
+UNREAD = {414: "The path and its query are too long.", 431: "A header is too large, or there are too many."}
 #: What every route may answer that depends on anything …
 COMMON = frozenset({401, 500, 503})
 #: … and one that takes a body.
@@ -91,7 +93,10 @@ def document(routes: Routes) -> Json:
             "schemas": schemas.components,
             "headers": HEADERS,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-            "responses": {str(status): _error(status, meaning, schemas) for status, meaning in MEANING.items()},
+            "responses": {
+                **{str(status): _error(status, meaning, schemas) for status, meaning in MEANING.items()},
+                **{str(status): _unread(meaning) for status, meaning in UNREAD.items()},
+            },
         },
     }
 
@@ -161,12 +166,16 @@ def _responses(operation: Operation, schemas: _Schemas) -> Iterator[tuple[str, J
             content["text/event-stream"] = {"schema": _events(operation.events, schemas)}
         yield str(status), _response(HTTPStatus(status).phrase, operation.sends, content)
     errors = {*operation.errors, *(() if operation.public else COMMON), *(OF_BODIES if operation.body else ())}
-    for status in errors - operation.answers.keys():
+    for status in {*errors, *UNREAD} - operation.answers.keys():
         yield str(status), {"$ref": f"#/components/responses/{status}"}
 
 
 def _error(status: int, meaning: str, schemas: _Schemas) -> Json:
     return _response(meaning, SENDS.get(status, {}), {"application/json": {"schema": schemas.of(ErrorAnswer)}})
+
+
+def _unread(meaning: str) -> Json:
+    return {"description": meaning, "content": {"text/plain": {"schema": {"type": "string"}}}}
 
 
 def _response(meaning: str, sends: Mapping[str, str], content: Json) -> Json:

@@ -10,10 +10,18 @@ from pipeline.errors import InvalidRequest
 
 def place(req: HttpRequest, *, most: int, default: int) -> tuple[str, int]:
     """(id after which the page begins, '' for the first; how many it has) of the query"""
-    limit = req.get_param("limit") or str(default)
+    limit = once(req, "limit", str(default))
     if not (limit.isascii() and limit.isdigit() and len(limit) < 9 and 1 <= int(limit) <= most):
         raise InvalidRequest("limit", f"{limit[:40]!r} is no number from 1 to {most}")
-    return req.get_param("after") or "", int(limit)
+    return once(req, "after", ""), int(limit)
+
+
+def once(req: HttpRequest, name: str, default: str) -> str:
+    """A parameter of the query. Raises InvalidRequest where it comes several times: which is meant?"""
+    given = req.get_param_as_list(name, default=[default])
+    if len(given) > 1:
+        raise InvalidRequest(name, f"comes {len(given)} times")
+    return given[0]
 
 
 def page(items: Sequence[dict[str, Any]], more: bool) -> dict[str, Any]:

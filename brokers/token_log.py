@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 #: Entries that a follower may leave unread before the reader passes it over: bounded memory for a slow client.
 BACKLOG = 256
+#: A look at the job for each of a thousand silent streams costs as much as their tokens do: not every second.
+SILENCE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +95,7 @@ class LogReader:
 
     async def follow(self, job_ids: Sequence[str], after: int = 0) -> AsyncIterator[tuple[int, list[Entry]]]:
         """(number of the log, entries from index `after` on), none twice, until all logs have ended. [] for each of them after
-        a second without news.
+        SILENCE_SECONDS without news.
 
         An `after` beyond a log's end just waits: Redis may have lost its last second, and the job goes on.
         """
@@ -104,7 +106,7 @@ class LogReader:
         try:
             await self._interrupt(*followers)
             while open_logs:
-                await _wait(news, BLOCK_SECONDS)
+                await _wait(news, SILENCE_SECONDS)
                 came = {number: follower for number, follower in open_logs.items() if follower.entries}
                 for number, follower in (came or dict(open_logs)).items():
                     entries, follower.entries = follower.entries, []

@@ -288,10 +288,17 @@ def test_what_is_wrong_with_an_upload_is_named(system: System, api: openai.OpenA
         ({"purpose": "batch"}, "file: is required"),
         ({"file": "x"}, "purpose: is required"),
         ({"file": "x", "purpose": "batch", "nonsense": "1"}, "nonsense: is not a known parameter"),
+        ({"file": "x", "purpose": "batch", "expires_after[anchor]": ""}, "expires_after[anchor]: must be created_at"),
     ):
         words = [word for name, value in fields.items() for word in ("-F", f"{name}={value}")]
         assert curl(system, "/v1/files", *words)["error"]["message"] == message
     assert "multipart/form-data" in curl(system, "/v1/files", "-d", "{}")["error"]["message"]
+    for path, message in (
+        ("/v1/batches?limit=", "limit: '' is no number from 1 to 100"),
+        ("/v1/batches?limit=2&limit=3", "limit: comes 2 times"),
+        ("/v1/files?order=", "order: '' is neither asc nor desc"),
+    ):
+        assert curl(system, path)["error"]["message"] == message
     assert len(list((system.folder / "files").rglob("file-*"))) == 2, "nothing is left of what was refused"
     for field, value in (("endpoint", "/v1/embeddings"), ("completion_window", "soon"), ("metadata", {"a": "x" * 513})):
         with pytest.raises(openai.BadRequestError) as refused:
