@@ -20,6 +20,7 @@ from api.client import Client, Refused
 from api.pull import pull
 from api.up import up
 from api.validate import add_arguments, validate
+from bench import command as bench_command
 from brokers.audit import Audit, Problem
 from brokers.curve import Key
 from brokers.dead_letters import DeadLetter, DeadLetters
@@ -88,6 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     prove = commands.add_parser("validate", help="compare the running system with a baseline: see docs/validation.md")
     add_arguments(prove)
     prove.set_defaults(run=validate)
+
+    bench = commands.add_parser("bench", help="put load on a server, and time its answers: see docs/bench.md")
+    bench_command.add_arguments(bench)
+    bench.set_defaults(run=bench_command.bench)
 
     keygen = commands.add_parser(
         "keygen", help="write a new key for KVR_KV_KEY, which encrypts KV caches between hosts"

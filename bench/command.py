@@ -1,0 +1,257 @@
+"""``kvrelay bench``: its options, and the one place where its parts are put together. docs/bench.md explains it."""
+
+import argparse
+import asyncio
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+from urllib.parse import urlsplit
+
+from tokenizers import Tokenizer
+
+from bench import plot
+from bench.client import PATHS, Client, Server
+from bench.errors import Unfit
+from bench.lengths import lengths
+from bench.measurement import Intrusion, Plan, Round, measure
+from bench.prompts import Prompts
+from bench.report import Report
+from bench.summary import Slo
+from bench.workload import Request, conversations, random_words
+from pipeline.config import Config
+from pipeline.model import Model
+
+INTRUSION = re.compile(r"prompt=(?P<prompt>\d+),output=(?P<output>\d+),every=(?P<every>\d+(\.\d+)?)")
+SECRET = ("api_key", "run", "command")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_argument_group("where; of several servers each has a name, and `NAME=` says whose an option is")
+    where.add_argument("--url", default="", metavar="[NAME=]URL", help="of the server; otherwise as in the settings")
+    where.add_argument(
+        "--rival", action="append", default=[], metavar="NAME=URL", help="measured in turns with it; may be repeated"
+    )
+    where.add_argument("--endpoint", choices=list(PATHS), default="completions")
+    where.add_argument(
+        "--model", action="append", default=[], metavar="[NAME=]MODEL", help="otherwise the first of /v1/models"
+    )
+    where.add_argument("--api-key", action="append", default=[], metavar="[NAME=]KEY")
+    where.add_argument(
+        "--extra",
+        action="append",
+        default=[],
+        metavar="[NAME=]JSON",
+        help="fields of every request's body; null takes one out",
+    )
+    where.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="of a request")
+
+    what = parser.add_argument_group("what is asked")
+    what.add_argument("--prompt", default="128", metavar="TOKENS", help="128, uniform:64-256 or lognormal:128,0.5")
+    what.add_argument("--output", default="64", metavar="TOKENS", help="likewise")
+    what.add_argument("--sharegpt", type=Path, metavar="FILE", help="conversations, instead of random words")
+    what.add_argument("--shared-prefix", type=int, default=0, metavar="TOKENS", help="that all prompts begin with")
+    what.add_argument("--longest", type=int, default=0, metavar="TOKENS", help="of prompt and answer; else KVR_CONTEXT")
+    what.add_argument("--tokenizer", type=Path, metavar="DIRECTORY", help="otherwise KVR_MODEL's")
+    what.add_argument("--seed", type=int, default=1)
+    what.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="ask for answers of just that length, with ignore_eos and min_tokens",
+    )
+
+    when = parser.add_argument_group("when")
+    when.add_argument("--streams", type=int, default=1, help="so many requests at once, one after the other in each")
+    when.add_argument("--rate", type=float, default=0.0, help="a second, as in a Poisson process; inf: all at once")
+    when.add_argument("--interfere", default="", metavar="prompt=1500,output=8,every=4", help="among the streams")
+    when.add_argument("--requests", type=int, default=32, help="that count, in each round")
+    when.add_argument("--warmup", type=int, default=-1, help="requests before them; otherwise as many as streams")
+    when.add_argument("--rounds", type=int, default=1)
+
+    out = parser.add_argument_group("what is made of it")
+    out.add_argument("--slo", default="", metavar="ttft=500ms,itl=100ms", help="how many answers keep to it")
+    out.add_argument("--json", type=Path, metavar="FILE")
+    out.add_argument("--plot", type=Path, metavar="FILE.svg", help="or .png")
+    out.add_argument("--allow-failures", action="store_true", help="exit with 0 even if requests failed")
+
+
+def bench(config: Config, arguments: argparse.Namespace) -> int:
+    """The exit code: 1 if a request failed. Raises Unfit, Away, WarmupFailed, and ModelMissing without a tokenizer."""
+    _check(arguments)
+    slo = Slo.parse(arguments.slo)
+    if arguments.plot:
+        plot.check(arguments.plot)
+    clients = [
+        Client(server, arguments.endpoint, timeout=arguments.timeout, ignore_eos=arguments.ignore_eos)
+        for server in servers(config, arguments)
+    ]
+    plan = _plan(config, arguments)
+    report = Report({name: _plain(value) for name, value in vars(arguments).items() if name not in SECRET}, slo)
+
+    def over(client: Client, taken: Round) -> None:
+        print("\n".join(report.round_lines(report.add(client, taken))), flush=True)
+
+    asyncio.run(measure(plan, clients, allow_failures=arguments.allow_failures, over=over))
+    print("\n".join(report.comparison()))
+    if arguments.json:
+        _write(report, arguments.json)
+    if arguments.plot:
+        plot.draw(arguments.plot, list(report.servers.values()))
+    return int(report.failed > 0 and not arguments.allow_failures)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    least = {"requests": 1, "streams": 1, "rounds": 1, "warmup": -1, "shared_prefix": 0, "longest": 0}
+    for name, number in least.items():
+        if (value := getattr(arguments, name)) < number:
+            raise Unfit(f"--{name.replace('_', '-')}", value, f"must be at least {number}")
+    if not arguments.rate >= 0:
+        raise Unfit("--rate", arguments.rate, "must be requests a second, or inf for all at once")
+    if not (math.isfinite(arguments.timeout) and arguments.timeout > 0):
+        raise Unfit("--timeout", arguments.timeout, "must be more than 0 seconds")
+    if arguments.rate and (arguments.streams > 1 or arguments.interfere):
+        raise Unfit("--rate", arguments.rate, "is an open loop, and --streams and --interfere are a closed one: choose")
+
+
+# Servers
+
+
+def servers(config: Config, arguments: argparse.Namespace) -> list[Server]:
+    """The one that is measured, and its rivals. kvrelay's own key goes to kvrelay alone. Raises Unfit."""
+    name, url = _named(arguments.url or config.api_url)
+    named = {name or urlsplit(url).netloc or url: url}
+    for rival in arguments.rival:
+        name, url = _named(rival)
+        if not name or name in named:
+            raise Unfit("--rival", rival, "must be a new name and an address, as in other=http://127.0.0.1:8001")
+        named[name] = url
+    first = next(iter(named))
+    models = _by_name("--model", arguments.model, named)
+    keys = ({} if arguments.url else {first: config.api_key}) | _by_name("--api-key", arguments.api_key, named)
+    extras = _by_name("--extra", arguments.extra, named)
+    return [
+        Server(
+            name=name,
+            url=address,
+            model=models.get(name, ""),
+            api_key=keys.get(name, ""),
+            extra=_object(extras.get(name, "{}")),
+        )
+        for name, address in named.items()
+    ]
+
+
+def _named(text: str) -> tuple[str, str]:
+    """(name or '', the rest)"""
+    found = re.fullmatch(r"(?:([\w.-]+)=)?(.*)", text)
+    assert found
+    return found[1] or "", found[2]
+
+
+def _by_name(option: str, values: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
+    """Without a known name in front, a value is the first server's. Raises Unfit for two of the same."""
+    chosen: dict[str, str] = {}
+    for value in values:
+        name, _, rest = value.partition("=")
+        if name not in names:
+            name, rest = next(iter(names)), value
+        if name in chosen:
+            raise Unfit(option, value, f"{name} has one already; the servers are {', '.join(names)}")
+        chosen[name] = rest
+    return chosen
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise Unfit("--extra", text, 'must be a JSON object, as in {"ignore_eos": null}')
+    return fields
+
+
+# What is asked of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Words:
+    """The tokenizer, and what of it the options say."""
+
+    tokenizer: Tokenizer
+    special: bool
+    shared: int
+    longest: int
+    seed: int
+
+    def random(self, of: str) -> Random:
+        """One for each purpose, so that none changes another's numbers."""
+        return Random(f"{self.seed} {of}")
+
+    def requests(self, prompt: str, output: str, of: str, *, shared: int) -> Iterator[Request]:
+        prompts = Prompts(self.tokenizer, self.random(f"{of} words"), special=self.special, shared=shared)
+        drawn = lengths("--prompt", prompt), lengths("--output", output)
+        return random_words(prompts, *drawn, self.random(f"{of} lengths"), self.longest)
+
+
+def _plan(config: Config, arguments: argparse.Namespace) -> Plan:
+    words = _Words(
+        tokenizer=_tokenizer(config, arguments.tokenizer),
+        special=arguments.endpoint == "completions",
+        shared=arguments.shared_prefix,
+        longest=arguments.longest or config.context,
+        seed=arguments.seed,
+    )
+    return Plan(
+        workload=_workload(words, arguments),
+        requests=arguments.requests,
+        warmup=arguments.streams if arguments.warmup < 0 else arguments.warmup,
+        streams=arguments.streams,
+        rate=arguments.rate,
+        rounds=arguments.rounds,
+        seed=arguments.seed,
+        intrusion=_intrusion(words, arguments.interfere) if arguments.interfere else None,
+    )
+
+
+def _workload(words: _Words, arguments: argparse.Namespace) -> Iterator[Request]:
+    if arguments.sharegpt is None:
+        return words.requests(arguments.prompt, arguments.output, "requests", shared=words.shared)
+    if words.shared:
+        raise Unfit("--shared-prefix", words.shared, "is for random words, not for conversations")
+    random = words.random("conversations")
+    return conversations(arguments.sharegpt, words.tokenizer, random, words.longest, special=words.special)
+
+
+def _intrusion(words: _Words, text: str) -> Intrusion:
+    found = INTRUSION.fullmatch(text)
+    if not found:
+        raise Unfit("--interfere", text, "must be tokens, tokens and seconds, as in prompt=1500,output=8,every=4")
+    requests = words.requests(found["prompt"], found["output"], "intruders", shared=0)
+    return Intrusion(requests=requests, every=float(found["every"]))
+
+
+def _tokenizer(config: Config, directory: Path | None) -> Tokenizer:
+    """Raises Unfit, or ModelMissing for a model that was not fetched."""
+    if directory is None:
+        return Tokenizer.from_file(str(Model.locate(config).tokenizer_file))
+    try:
+        return Tokenizer.from_file(str(directory / "tokenizer.json"))
+    except Exception as error:  # the library raises nothing narrower
+        raise Unfit("--tokenizer", directory, f"must be a directory with a tokenizer.json ({error})") from None
+
+
+def _write(report: Report, path: Path) -> None:
+    try:
+        path.write_text(json.dumps(report.shown(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise Unfit("--json", path, f"cannot be written ({error.strerror})") from None
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) or value == math.inf else value
