@@ -47,7 +47,15 @@ class Server:
 class Client:
     """Connections are kept and opened as needed. Use as a context manager."""
 
-    def __init__(self, server: Server, endpoint: str, *, timeout: float, ignore_eos: bool) -> None:
+    def __init__(
+        self,
+        server: Server,
+        endpoint: str,
+        *,
+        timeout: float,
+        ignore_eos: bool,
+        network: httpcore2.AsyncNetworkBackend | None = None,
+    ) -> None:
         parts = urlsplit(server.root)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise Unfit("--url", server.url, "must be an address as in http://127.0.0.1:8000")
@@ -60,7 +68,7 @@ class Client:
         self._headers = [("Host", parts.netloc), ("Content-Type", "application/json")]
         if server.api_key:
             self._headers.append(("Authorization", f"Bearer {server.api_key}"))
-        self._pool = httpcore2.AsyncConnectionPool(max_connections=None)
+        self._pool = httpcore2.AsyncConnectionPool(max_connections=None, network_backend=network)
 
     async def __aenter__(self) -> "Client":
         return self
@@ -95,7 +103,7 @@ class Client:
         except Failed as failed:
             trace.failure, trace.said = failed.args
         except NO_ANSWER as error:
-            trace.failure, trace.said = "no connection" if not trace.chunks else "broken off", _named(error)
+            trace.failure, trace.said = "no answer" if not trace.chunks else "broken off", _named(error)
         trace.end = trace.end or perf_counter()
         trace.tokens = trace.tokens or len(trace.chunks)
         return trace
@@ -177,7 +185,7 @@ class Usage(msgspec.Struct):
 class Piece(msgspec.Struct):
     choices: list[Choice] = []
     usage: Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 _piece = msgspec.json.Decoder(Piece)
@@ -188,12 +196,11 @@ def _refusal(kind: str, raw: bytes) -> Failed:
     try:
         answer = json.loads(raw)
         error = answer.get("error", answer)
-        code = error.get("code") or error.get("type")
-        said = error.get("message") or error.get("detail")
+        codes = [code for name in ("code", "type") if isinstance(code := error.get(name), str)]
+        said = error.get("message") or error.get("detail") or answer
     except (ValueError, AttributeError):
-        code, said, answer = None, "", raw.decode(errors="replace")
-    known = isinstance(code, str) and code
-    return Failed(f"{kind} {code}" if known else kind, str(said or answer)[:300])
+        codes, said = [], raw.decode(errors="replace")
+    return Failed(" ".join([kind, *codes[:1]]), str(said)[:300])
 
 
 def _named(error: BaseException) -> str:

@@ -97,7 +97,8 @@ def bench(config: Config, arguments: argparse.Namespace) -> int:
         print("\n".join(report.round_lines(report.add(client, taken))), flush=True)
 
     asyncio.run(measure(plan, clients, allow_failures=arguments.allow_failures, over=over))
-    print("\n".join(report.comparison()))
+    for line in report.comparison():
+        print(line)
     if arguments.json:
         _write(report, arguments.json)
     if arguments.plot:

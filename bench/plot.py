@@ -1,17 +1,15 @@
 """A picture of a measurement: how TTFT and ITL are distributed, and how tokens came over time."""
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bench.errors import Unfit
 from bench.report import Measured
-from bench.trace import Trace
 
 SUFFIXES = (".svg", ".png")
-BINS = 60
+LEAST = 0.1  # milliseconds; a logarithm has no place for the gap of two pieces that came in one packet
 
 
 def check(path: Path) -> None:
@@ -27,12 +25,12 @@ def draw(path: Path, servers: Sequence[Measured]) -> None:
     ttft, itl, flow = figure.subplots(1, 3)
     for measured in servers:
         whole = [trace for taken in measured.rounds for trace in taken.traces if not trace.failure]
-        _cumulate(ttft, measured, [trace.ttft for trace in whole])
-        _cumulate(itl, measured, [gap for trace in whole for gap in trace.gaps])
+        _distribution(ttft, measured, [trace.ttft for trace in whole])
+        _distribution(itl, measured, [gap for trace in whole for gap in trace.gaps])
         _flow(flow, measured)
     _name(ttft, "TTFT", "milliseconds", "share of answers")
     _name(itl, "ITL", "milliseconds", "share of gaps")
-    _name(flow, "last round", "seconds", "tokens/s")
+    _name(flow, "tokens in the last round", "seconds", "tokens")
     ttft.legend()
     try:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -48,27 +46,22 @@ def _figure() -> Callable[..., Any]:
     return Figure
 
 
-def _cumulate(axes: Any, measured: Measured, seconds: Iterable[float]) -> None:
-    values = np.sort(np.fromiter(seconds, float)) * 1000
-    if len(values):
+def _distribution(axes: Any, measured: Measured, seconds: Iterable[float]) -> None:
+    values = [max(LEAST, 1000 * value) for value in seconds]
+    if values:
         axes.ecdf(values, label=measured.server.name)
+        axes.set_xscale("log")
 
 
 def _flow(axes: Any, measured: Measured) -> None:
-    """Tokens of a chunk count when it came; grey lines are intruders."""
+    """Tokens of a chunk count when it came. A grey line is an intruder that comes."""
     taken = measured.rounds[-1]
-    times = [(at - taken.started, trace.tokens / len(trace.chunks)) for trace in taken.traces for at in trace.chunks]
-    if not times:
-        return
-    at, tokens = np.array(times).T
-    counts, edges = np.histogram(at, BINS, (0, at.max()), weights=tokens)
-    axes.stairs(counts / np.diff(edges), edges, label=measured.server.name)
-    _mark(axes, taken.intruders, taken.started)
-
-
-def _mark(axes: Any, intruders: Iterable[Trace], started: float) -> None:
-    for trace in intruders:
-        axes.axvline(trace.due - started, color="0.8", linewidth=0.8, zorder=0)
+    times = sorted(
+        (at - taken.started, trace.tokens / len(trace.chunks)) for trace in taken.traces for at in trace.chunks
+    )
+    axes.plot([at for at, _ in times], list(accumulate(tokens for _, tokens in times)), label=measured.server.name)
+    for trace in taken.intruders:
+        axes.axvline(trace.due - taken.started, color="0.8", linewidth=0.8, zorder=0)
 
 
 def _name(axes: Any, title: str, across: str, up: str) -> None:

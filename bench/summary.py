@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from statistics import fmean, median, quantiles
 
 from bench.errors import Unfit
 from bench.trace import Trace
@@ -31,9 +30,10 @@ class Spread:
         """None, if there are no values."""
         if not seconds:
             return None
-        values = np.asarray(seconds) * 1000
-        percentiles = np.percentile(values, PERCENTILES)  # between two values: on the line between them
-        return cls(len(values), *(round(float(v), 3) for v in (values.mean(), *percentiles, values.max())))
+        values = [1000 * value for value in seconds]
+        hundredths = quantiles(values * 2 if len(values) == 1 else values, n=100, method="inclusive")
+        percentiles = (hundredths[percent - 1] for percent in PERCENTILES)
+        return cls(len(values), *(round(value, 3) for value in (fmean(values), *percentiles, max(values))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +147,4 @@ def _duration(traces: Iterable[Trace]) -> float:
 def over_rounds(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Of each figure that every round has: the median, and of a maximum the maximum."""
     names = [name for name in rounds[0] if all(name in figures for figures in rounds)]
-    return {
-        name: float((np.max if " max " in name else np.median)([figures[name] for figures in rounds])) for name in names
-    }
+    return {name: (max if " max " in name else median)([figures[name] for figures in rounds]) for name in names}

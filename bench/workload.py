@@ -56,7 +56,10 @@ def conversations(
 
 def _pairs(path: Path) -> list[tuple[str, str]]:
     try:
-        return [pair for item in json.loads(path.read_text(encoding="utf-8")) if (pair := _pair(item["conversations"]))]
+        items = json.loads(path.read_bytes())
+        if not isinstance(items, list):
+            raise TypeError
+        return [pair for item in items if (pair := _pair(item["conversations"]))]
     except OSError as error:
         raise Unfit("--sharegpt", path, f"cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError):
