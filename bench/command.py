@@ -27,7 +27,7 @@ from pipeline.config import Config
 from pipeline.model import Model
 
 INTRUSION = re.compile(r"prompt=(?P<prompt>\d+),output=(?P<output>\d+),every=(?P<every>\d+(\.\d+)?)")
-SECRET = ("api_key", "run", "command")
+NOT_SHOWN = ("api_key", "run", "command")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +91,7 @@ def bench(config: Config, arguments: argparse.Namespace) -> int:
         for server in servers(config, arguments)
     ]
     plan = _plan(config, arguments)
-    report = Report({name: _plain(value) for name, value in vars(arguments).items() if name not in SECRET}, slo)
+    report = Report({name: _plain(value) for name, value in vars(arguments).items() if name not in NOT_SHOWN}, slo)
 
     def over(client: Client, taken: Round) -> None:
         print("\n".join(report.round_lines(report.add(client, taken))), flush=True)
@@ -111,6 +111,10 @@ def _check(arguments: argparse.Namespace) -> None:
     for name, number in least.items():
         if (value := getattr(arguments, name)) < number:
             raise Unfit(f"--{name.replace('_', '-')}", value, f"must be at least {number}")
+    for name in ("json", "plot"):
+        path = getattr(arguments, name)
+        if path and not path.parent.is_dir():
+            raise Unfit(f"--{name}", path, "cannot be written: there is no such folder")
     if not arguments.rate >= 0:
         raise Unfit("--rate", arguments.rate, "must be requests a second, or inf for all at once")
     if not (math.isfinite(arguments.timeout) and arguments.timeout > 0):
@@ -182,11 +186,10 @@ def _object(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Words:
-    """The tokenizer, and what of it the options say."""
+    """What makes requests of random words: a tokenizer, and the bounds."""
 
     tokenizer: Tokenizer
     special: bool
-    shared: int
     longest: int
     seed: int
 
@@ -204,7 +207,6 @@ def _plan(config: Config, arguments: argparse.Namespace) -> Plan:
     words = _Words(
         tokenizer=_tokenizer(config, arguments.tokenizer),
         special=arguments.endpoint == "completions",
-        shared=arguments.shared_prefix,
         longest=arguments.longest or config.context,
         seed=arguments.seed,
     )
@@ -222,9 +224,9 @@ def _plan(config: Config, arguments: argparse.Namespace) -> Plan:
 
 def _workload(words: _Words, arguments: argparse.Namespace) -> Iterator[Request]:
     if arguments.sharegpt is None:
-        return words.requests(arguments.prompt, arguments.output, "requests", shared=words.shared)
-    if words.shared:
-        raise Unfit("--shared-prefix", words.shared, "is for random words, not for conversations")
+        return words.requests(arguments.prompt, arguments.output, "requests", shared=arguments.shared_prefix)
+    if arguments.shared_prefix:
+        raise Unfit("--shared-prefix", arguments.shared_prefix, "is for random words, not for conversations")
     random = words.random("conversations")
     return conversations(arguments.sharegpt, words.tokenizer, random, words.longest, special=words.special)
 

@@ -181,6 +181,12 @@ def test_a_request_that_fails_is_counted_and_is_the_exit_code(system: System, tm
     assert (one["ttft"], one["output tokens/s"]) == (None, 0.0)
 
 
+def test_an_answer_that_takes_too_long_is_left_and_counted(system: System) -> None:
+    said = run(system, "--timeout", "0.3", "--output", "400", "--requests", "1", "--warmup", "0", code=1)
+    assert "failed: 1 of 1: timeout: not over after 0.3 s" in said
+    system.wait_idle(5)
+
+
 def test_what_a_full_queue_refuses_is_counted_beside_what_it_served(redis_url: str, tmp_path: Path) -> None:
     system, out = make(redis_url, tmp_path, queue_bound=1, sim_prefill_us=2000), tmp_path / "report.json"
     try:
@@ -230,7 +236,7 @@ def test_a_server_that_goes_away_fails_the_requests_that_it_had(redis_url: str, 
         (["--model", "a", "--model", "b"], "has one already"),
         (["--tokenizer", "nowhere"], "--tokenizer nowhere: must be a directory with a tokenizer.json"),
         (["--prompt", "9000"], "--longest 8192: prompt and answer are longer"),
-        (["--json", "no/where.json", "--requests", "1", "--output", "1"], "--json no/where.json: cannot be written"),
+        (["--json", "no/where.json"], "--json no/where.json: cannot be written"),
     ],
 )
 def test_an_option_that_cannot_work_says_what_would(system: System, words: list[str], said: str) -> None:
