@@ -58,7 +58,7 @@ class Client:
     ) -> None:
         parts = urlsplit(server.root)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise Unfit("--url", server.url, "must be an address as in http://127.0.0.1:8000")
+            raise Unfit(f"{server.name} at", server.url, "must be an address as in http://127.0.0.1:8000")
         self.server = server
         self.model = server.model
         self._url = server.root + PATHS[endpoint]

@@ -153,9 +153,8 @@ def servers(config: Config, arguments: argparse.Namespace) -> list[Server]:
 
 def _named(text: str) -> tuple[str, str]:
     """(name or '', the rest)"""
-    found = re.fullmatch(r"(?:([\w.-]+)=)?(.*)", text)
-    assert found
-    return found[1] or "", found[2]
+    name, equals, rest = text.partition("=")
+    return (name, rest) if equals and re.fullmatch(r"[\w.-]+", name) else ("", text)
 
 
 def _by_name(option: str, values: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:

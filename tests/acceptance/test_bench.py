@@ -54,6 +54,7 @@ def test_a_closed_loop_is_measured_and_its_json_says_all_of_it(system: System, t
     said = run(system, *words, "--slo", "e2e=60000ms", "--json", str(out))
     found = report(out)
     assert {"date", "kvrelay", "machine", "parameters", "servers"} == found.keys()
+    assert "api_key" not in found["parameters"]
     assert found["machine"]["cores"] > 0
     assert found["machine"]["cpu"]
     assert (found["parameters"]["streams"], found["parameters"]["seed"]) == (3, 5)
@@ -231,6 +232,7 @@ def test_a_server_that_goes_away_fails_the_requests_that_it_had(redis_url: str, 
         (["--timeout", "0"], "--timeout 0.0: must be more than 0"),
         (["--interfere", "1500"], "--interfere 1500: must be tokens, tokens and seconds"),
         (["--plot", "picture.pdf"], "--plot picture.pdf: must end in .svg or .png"),
+        (["--url", "a=localhost:1"], "a at localhost:1: must be an address as in http://127.0.0.1:8000"),
         (["--rival", "http://127.0.0.1:1"], "--rival http://127.0.0.1:1: must be a new name and an address"),
         (["--extra", "[]"], "--extra []: must be a JSON object"),
         (["--model", "a", "--model", "b"], "has one already"),

@@ -75,7 +75,7 @@ async def test_a_closed_loop_has_so_many_requests_at_once_and_no_more() -> None:
 @pytest.mark.parametrize("every", [0.03, 0.0])
 async def test_intruders_come_until_the_streams_are_over(every: float) -> None:
     """And those that are still on their way then are waited for."""
-    server = Server(0.05)
+    server = Server(0.1)
     streams, intruders = await interference(server.ask, some(8), 2, requests(), every)
     assert len(streams) == 8
     assert intruders
