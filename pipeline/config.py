@@ -49,6 +49,10 @@ class Config:
     dtype: str = _setting("auto", "auto (bfloat16 where the device has it), bfloat16 or float32")
     prefill_threads: int = _setting(0, "compute threads of a prefill worker; 0: half of the cores")
     decode_threads: int = _setting(0, "compute threads of a decode worker; 0: half of the cores")
+    prefill_nice: int = _setting(
+        19,
+        "niceness of a prefill worker's compute threads (Linux), so that tokens of running answers go first; 0: none",
+    )
     chunk: int = _setting(512, "prompt tokens per device call; a cancel is seen between layers")
     slots: int = _setting(8, "jobs that a decode worker steps together")
     waiting: int = _setting(2, "KV caches that may wait in a decode worker for a slot")
@@ -127,6 +131,8 @@ class Config:
             value, least = getattr(self, setting.name), _LEAST.get(setting.name)
             if isinstance(value, (int, float)) and not (least or 0) <= value < 1 << 40:
                 raise _wrong(setting.name, value, f"must be at least {least or 0} and below 2^40")
+        if self.prefill_nice > 19:
+            raise _wrong("prefill_nice", self.prefill_nice, "must be 0 to 19")
         if not 0 < self.port < 65536:
             raise _wrong("port", self.port, "must be a port number, 1 to 65535")
         if not self.redis_url.startswith(("redis://", "rediss://", "unix://")):

@@ -6,6 +6,9 @@ The next job's prefill starts when the device is free, while the last one's hand
 import asyncio
 import contextlib
 import logging
+import os
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -65,7 +68,9 @@ class PrefillWorker:
             open_seconds=config.open_seconds,
             part_seconds=config.part_seconds,
         )
-        self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._compute = ThreadPoolExecutor(
+            1, thread_name_prefix="compute", initializer=_give_way, initargs=(config.prefill_nice,)
+        )
         self._turn = asyncio.Lock()  # the device's
         self._rung: set[str] = set()  # jobs that ended while a lease was asked for: one of them may be the answer
         self._work: dict[asyncio.Task[None], Work] = {}
@@ -274,6 +279,14 @@ class PrefillWorker:
             "tokens": self._tokens_done,
             "bytes": self._bytes_sent,
         }
+
+
+def _give_way(nice: int) -> None:
+    """For the thread that computes, and the threads that its libraries start from it. Where the two roles share cores, whoever
+    waits for the next token of a running answer goes first; what sends KV and renews leases stays as it was."""
+    thread = threading.get_native_id()
+    if sys.platform == "linux" and nice > os.getpriority(os.PRIO_PROCESS, thread):  # elsewhere it is of whole processes
+        os.setpriority(os.PRIO_PROCESS, thread, nice)
 
 
 class _Turn:
