@@ -8,16 +8,16 @@ attends to its own tokens and to nothing else: no mask, so a short row does not 
 nothing, and what an earlier job left in a slot can spoil no sum (0 × NaN is NaN, also behind a mask).
 """
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from typing_extensions import Buffer
 
 from pipeline.config import Config
 from pipeline.errors import Cancelled, DeviceError
-from pipeline.geometry import Layer
 from pipeline.model import Model
 from workers.devices import Logits, OnLayer, at_their_slots
 from workers.digest import model_digest
@@ -27,11 +27,16 @@ try:
     from transformers import AttentionInterface
     from transformers.cache_utils import Cache, DynamicLayer
 
-    from workers.devices.family import geometry, load_weights, tensor_over, text_config, use_threads
+    from workers.devices.family import geometry, load_weights, text_config, use_threads
+    from workers.devices.forward import Forward as OwnForward
+    from workers.devices.forward import unknown
+    from workers.devices.slots import Batch, LayerSlots
 except ImportError as error:
     raise DeviceError(
         f"the cpu and cuda devices need torch and transformers ({error}): pip install 'kvrelay[cpu]'"
     ) from None
+
+log = logging.getLogger(__name__)
 
 ROWS = "kvrelay_rows"  # the name under which transformers knows `_attend`
 
@@ -65,9 +70,9 @@ class _Loaded:
         hf = text_config(model, config)
         self.vocabulary = int(hf.vocab_size)
         self.geometry = geometry(hf, self.dtype, model_digest(model.directory, config))
-        network = load_weights(model, self.dtype, attention).to(self.device)
-        self._decoder = network.get_decoder()  # of Gemma-3 with images, only the half that reads text
-        self._head = network.get_output_embeddings()
+        self.network = load_weights(model, self.dtype, attention).to(self.device)
+        self._decoder = self.network.get_decoder()  # of Gemma-3 with images, only the half that reads text
+        self.head = self.network.get_output_embeddings()
         self._softcap: float | None = getattr(hf, "final_logit_softcapping", None)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
@@ -76,9 +81,8 @@ class _Loaded:
         hidden: torch.Tensor = answer.last_hidden_state
         return hidden
 
-    def logits(self, hidden: torch.Tensor) -> Logits:
-        """hidden: `[rows, hidden]`, of the tokens to answer. float32 `[rows, vocab]`."""
-        logits = self._head(hidden)
+    def capped(self, logits: torch.Tensor) -> Logits:
+        """logits: of the head, `[rows, vocab]`. The same in float32."""
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         values: Logits = logits.float().cpu().numpy()
@@ -134,7 +138,7 @@ class TorchPrompt:
         if end < total:
             self._cache = cache
             return None
-        return self._loaded.logits(hidden[:, -1])[0]
+        return self._loaded.capped(self._loaded.head(hidden[:, -1]))[0]
 
 
 def _ignore(layer: int, start: int, tokens: int, k: Buffer, v: Buffer) -> None:
@@ -194,32 +198,45 @@ class _PromptLayer(DynamicLayer):
         return kept + query_length, self._seen - kept
 
 
+class Forward(Protocol):
+    """Computes a step, on the memory of the slots that it was made with."""
+
+    def logits(self, tokens: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """tokens: int64 `[rows]`. `[rows, vocab]`, before any cap."""
+        ...
+
+
 class TorchDecode:
     def __init__(self, loaded: _Loaded) -> None:
         self._loaded = loaded
         self.geometry = loaded.geometry
         self.slots = loaded.config.slots
         self.max_tokens = loaded.config.context
-        self.figures: dict[str, str | int] = {}
         self._length = [0] * self.slots  # tokens in the cache; 0: idle
         self._input = [0] * self.slots
-        self._batch = _Batch()
+        self._used = [0] * self.slots  # tokens of this job or an earlier one; behind them are zeros
+        config, device = loaded.config, loaded.device
         try:
-            self._cache = Cache(layers=[_SlotLayer(self._batch, loaded, layer) for layer in self.geometry.layers])
+            self._layers = [LayerSlots(config, self.geometry, layer, device) for layer in self.geometry.layers]
         except torch.OutOfMemoryError:
             raise DeviceError(f"{self.slots} slots of {self.max_tokens} tokens do not fit: lower KVR_SLOTS") from None
+        self._forward = _forward(loaded, self._layers)
+        self.figures: dict[str, str | int] = {"forward": type(self._forward).__name__.removesuffix("Forward").lower()}
 
     def insert(self, slot: int, layer: int, start: int, tokens: int, k: Buffer, v: Buffer) -> None:
         if self._length[slot]:
             raise DeviceError(f"slot {slot} is in use")
         if not 0 <= start < start + tokens <= self.max_tokens:
             raise DeviceError(f"tokens {start} to {start + tokens} do not fit the {self.max_tokens} that a slot holds")
-        self._cache.layers[layer].insert(slot, start, tokens, k, v)
+        self._used[slot] = max(self._used[slot], start + tokens)
+        self._layers[layer].insert(slot, start, tokens, k, v)
 
     def begin(self, slot: int, length: int, token: int) -> None:
         if not 0 < length < self.max_tokens:
             raise DeviceError(f"{length} tokens leave no room to step in a slot of {self.max_tokens}")
         self._loaded.check_tokens([token])
+        for layer in self._layers:
+            layer.clear(slot, length, self._used[slot])
         self._length[slot], self._input[slot] = length, token
 
     def commit(self, slot: int, token: int) -> None:
@@ -232,76 +249,57 @@ class TorchDecode:
         lengths = [self._length[slot] for slot in active]
         if not active or max(lengths) >= self.max_tokens:
             raise DeviceError(f"a step needs a slot that has begun, and none with all its {self.max_tokens} tokens")
-        tokens = torch.tensor([[self._input[slot]] for slot in active], device=self._loaded.device)
-        positions = torch.tensor(lengths, device=self._loaded.device)
-        self._batch.prepare(active, lengths, positions)
-        hidden = self._loaded.forward(tokens, positions[:, None], self._cache)
-        logits = self._loaded.logits(hidden[:, -1])
+        tokens = torch.tensor([self._input[slot] for slot in active], device=self._loaded.device)
+        logits = self._loaded.capped(self._forward.logits(tokens, Batch(active, lengths, self._loaded.device)))
         for slot in active:
             self._length[slot] += 1
         return at_their_slots(logits, active)
 
     def evict(self, slot: int) -> None:
+        self._used[slot] = max(self._used[slot], self._length[slot])
         self._length[slot] = self._input[slot] = 0
 
 
-class _Batch:
-    """Which slots the step under way has as rows, and where in their layers they stand; computed once for all layers."""
-
-    def prepare(self, slots: list[int], lengths: list[int], positions: torch.Tensor) -> None:
-        self.slots = slots
-        self.rows = torch.tensor(slots, device=positions.device)
-        self._lengths = lengths
-        self._positions = positions
-        self._places: dict[int, tuple[torch.Tensor, list[int]]] = {}
-
-    def places(self, width: int) -> tuple[torch.Tensor, list[int]]:
-        """In layers that hold `width` tokens a slot: where each row writes, and how many tokens it then sees."""
-        if width not in self._places:
-            seen = [min(length + 1, width) for length in self._lengths]
-            self._places[width] = self._positions % width, seen
-        return self._places[width]
+def _forward(loaded: _Loaded, layers: list[LayerSlots]) -> Forward:
+    """The own forward on a CPU, where it knows the model; else transformers'."""
+    if loaded.device.type == "cpu":
+        reason = unknown(loaded.network, loaded.dtype)
+        if reason is None:
+            return OwnForward(loaded.network, loaded.geometry, layers, loaded.config.slots)
+        log.warning("decode steps take transformers' forward: %s", reason, extra={"action": "transformers_forward"})
+    return TransformersForward(loaded, layers)
 
 
-class _SlotLayer(DynamicLayer):
-    """K and V `[slots, kv_heads, width, head_dim]`. Token p stands at p mod width: a ring, where width is the window.
+class TransformersForward:
+    def __init__(self, loaded: _Loaded, layers: list[LayerSlots]) -> None:
+        self._loaded = loaded
+        self._cache = Cache(layers=[_RowsLayer(layer, loaded.geometry.kv_heads) for layer in layers])
 
-    In no order in a ring that went round; attention does not mind, for positions are in K already (RoPE).
-    """
+    def logits(self, tokens: torch.Tensor, batch: Batch) -> torch.Tensor:
+        for layer in self._cache.layers:
+            layer.batch = batch
+        hidden = self._loaded.forward(tokens[:, None], batch.positions[:, None], self._cache)
+        return self._loaded.head(hidden[:, -1])
 
-    def __init__(self, batch: _Batch, loaded: _Loaded, layer: Layer) -> None:
+
+class _RowsLayer(DynamicLayer):
+    """A layer's slots, as transformers asks for them."""
+
+    batch: Batch
+
+    def __init__(self, layer: LayerSlots, kv_heads: int) -> None:
         super().__init__()
-        geometry, config = loaded.geometry, loaded.config
-        self._width = min(layer.window or config.context, config.context)
-        self._batch = batch
-        self._item_bytes = geometry.token_bytes
-        # not zeroed: nobody reads what nobody wrote, and memory of slots that are never used is never touched
-        shape = (config.slots, geometry.kv_heads, self._width, geometry.head_dim)
-        self._k, self._v = (torch.empty(shape, dtype=loaded.dtype, device=loaded.device) for _ in "kv")
+        self._layer = layer
         # views `[1, kv_heads, width, head_dim]`, made once rather than for every row of every step
-        self._slots = list(zip(self._k.split(1), self._v.split(1), strict=True))
-
-    def insert(self, slot: int, start: int, tokens: int, k: Buffer, v: Buffer) -> None:
-        if tokens > self._width:
-            raise DeviceError(f"{tokens} tokens for a layer that sees {self._width}")
-        at = start % self._width
-        before_end = min(tokens, self._width - at)  # the rest goes to the beginning of the ring
-        for store, buffer in zip(self._slots[slot], (k, v), strict=True):
-            if memoryview(buffer).nbytes != tokens * self._item_bytes:
-                raise DeviceError(f"{memoryview(buffer).nbytes} bytes for {tokens} tokens of {self._item_bytes}")
-            fresh = tensor_over(buffer, store.dtype).view(store.shape[1], tokens, store.shape[3])
-            store[0, :, at : at + before_end] = fresh[:, :before_end]
-            if before_end < tokens:
-                store[0, :, : tokens - before_end] = fresh[:, before_end:]
+        stores = (store.unflatten(0, (-1, kv_heads)).split(1) for store in (layer.k, layer.v))
+        self._slots = list(zip(*stores, strict=True))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """One new token a row. Answers, for `_attend`, what each row sees: `[1, kv_heads, tokens, head_dim]`."""
-        at, seen = self._batch.places(self._width)
-        self._k[self._batch.rows, :, at] = key_states[:, :, 0]
-        self._v[self._batch.rows, :, at] = value_states[:, :, 0]
-        rows = [(self._slots[slot], count) for slot, count in zip(self._batch.slots, seen, strict=True)]
+        seen = self._layer.write(self.batch, torch.stack((key_states[:, :, 0], value_states[:, :, 0]), 1))
+        rows = [(self._slots[slot], count) for slot, count in zip(self.batch.slots, seen, strict=True)]
         return [k.narrow(2, 0, count) for (k, _), count in rows], [v.narrow(2, 0, count) for (_, v), count in rows]
 
     def get_seq_length(self) -> int:
