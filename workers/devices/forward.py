@@ -94,6 +94,8 @@ class Block:
 class Forward:
     """network: of transformers, and nothing `unknown` about it; it cannot compute afterwards."""
 
+    name = "own"
+
     @torch.inference_mode()
     def __init__(self, network: Any, geometry: Geometry, slots: list[LayerSlots], rows: int) -> None:
         """rows: of a step, at most."""
@@ -114,8 +116,7 @@ class Forward:
         x = self._embed(tokens).float()
         turns = {kind: self._turn(x, batch, kind) for kind in {block.kind for block in self._blocks}}
         attentions = {
-            width: Attention(batch, width, self._geometry.kv_heads, self._dtype)
-            for width in {block.slots.width for block in self._blocks}
+            width: Attention(batch, width, self._dtype) for width in {block.slots.width for block in self._blocks}
         }
         for block in self._blocks:
             self._attend(block, x, turns[block.kind], attentions[block.slots.width], batch)
@@ -146,8 +147,8 @@ class Forward:
         half_turned = q_and_k.roll(head_dim // 2, -1)
         q_and_k.mul_(turn[0]).addcmul_(half_turned, turn[1])
         block.slots.write(batch, qkv[:, -2 * kv_heads :].view(len(x), 2, kv_heads, head_dim))
-        query = qkv[:, : -2 * kv_heads].reshape(len(x) * kv_heads, -1, head_dim)
-        y = block.output(attention(block.slots, query, block.scale).view(len(x), -1))
+        query = qkv[:, : -2 * kv_heads].unflatten(1, (kv_heads, -1))
+        y = block.output(attention(block.slots, query, block.scale).flatten(1))
         x.add_(y if block.after_attention is None else block.after_attention(y))
 
     def _feed(self, block: Block, x: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ much is masked. A mask hides numbers, but no NaN (0 × NaN is NaN): there `Layer
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from workers.devices.slots import Batch, LayerSlots
 
@@ -46,34 +47,26 @@ def runs(slots: list[int], seen: list[int]) -> list[Run]:
 class Attention:
     """Of one step, in all layers that hold `width` tokens a slot."""
 
-    def __init__(self, batch: Batch, width: int, kv_heads: int, dtype: torch.dtype) -> None:
+    def __init__(self, batch: Batch, width: int, dtype: torch.dtype) -> None:
         _, seen = batch.places(width)
-        self._runs = [(run, _mask(run.seen, kv_heads, dtype)) for run in runs(batch.slots, seen)]
-        self._kv_heads = kv_heads
+        self._runs = [(run, _mask(run.seen, dtype)) for run in runs(batch.slots, seen)]
 
     def __call__(self, layer: LayerSlots, query: torch.Tensor, scale: float) -> torch.Tensor:
-        """query: `[rows * kv_heads, group, head_dim]`, a group is the query heads that share a KV head. Answers the same.
+        """query: `[rows, kv_heads, group, head_dim]`; a group is the query heads that share a KV head. Answers the same.
 
-        K stands on the left, and plain, so that oneDNN has only the query to bring into another order: that halves the time.
+        The group stands in for tokens, so that K and V need not be repeated for it.
         """
-        answer = torch.empty_like(query)
+        answers = []
         for run, mask in self._runs:
-            rows = _heads(run.row, run, self._kv_heads)
-            slots = _heads(run.slot, run, self._kv_heads)
-            k, v = (store[slots, : run.tokens] for store in (layer.k, layer.v))
-            scores = torch.baddbmm(mask, k, query[rows].transpose(1, 2), alpha=scale)
-            torch.bmm(scores.transpose(1, 2).softmax(-1), v, out=answer[rows])
-        return answer
+            rows, slots = (slice(first, first + len(run.seen)) for first in (run.row, run.slot))
+            k, v = (store[slots, :, : run.tokens] for store in (layer.k, layer.v))
+            answers.append(scaled_dot_product_attention(query[rows], k, v, attn_mask=mask, scale=scale))
+        return answers[0] if len(answers) == 1 else torch.cat(answers)
 
 
-def _heads(first: int, run: Run, kv_heads: int) -> slice:
-    return slice(first * kv_heads, (first + len(run.seen)) * kv_heads)
-
-
-def _mask(seen: list[int], kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to the scores: `[rows * kv_heads, tokens, 1]`, or a 0 that all share when nothing is hidden."""
+def _mask(seen: list[int], dtype: torch.dtype) -> torch.Tensor | None:
+    """What is added to the scores, `[rows, 1, 1, tokens]`; None if nothing is to be hidden."""
     if min(seen) == max(seen):
-        return torch.zeros(1, 1, 1, dtype=dtype)
-    hidden = torch.arange(max(seen)) >= torch.tensor(seen)[:, None]
-    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-    return mask.repeat_interleave(kv_heads, 0)[:, :, None]
+        return None
+    hidden = torch.arange(max(seen)) >= torch.tensor(seen)[:, None, None, None]
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)

@@ -38,7 +38,7 @@ class LayerSlots:
         self._token_bytes = geometry.token_bytes
         shape = (2, config.slots, geometry.kv_heads, self.width, geometry.head_dim)
         self._store = _zeros(shape, getattr(torch, geometry.dtype), device)
-        self.k, self.v = (store.flatten(0, 1) for store in self._store)  # views `[slots * kv_heads, width, head_dim]`
+        self.k, self.v = self._store
 
     def insert(self, slot: int, start: int, tokens: int, k: Buffer, v: Buffer) -> None:
         if tokens > self.width:

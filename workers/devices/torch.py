@@ -201,6 +201,8 @@ class _PromptLayer(DynamicLayer):
 class Forward(Protocol):
     """Computes a step, on the memory of the slots that it was made with."""
 
+    name: str
+
     def logits(self, tokens: torch.Tensor, batch: Batch) -> torch.Tensor:
         """tokens: int64 `[rows]`. `[rows, vocab]`, before any cap."""
         ...
@@ -221,7 +223,7 @@ class TorchDecode:
         except torch.OutOfMemoryError:
             raise DeviceError(f"{self.slots} slots of {self.max_tokens} tokens do not fit: lower KVR_SLOTS") from None
         self._forward = _forward(loaded, self._layers)
-        self.figures: dict[str, str | int] = {"forward": type(self._forward).__name__.removesuffix("Forward").lower()}
+        self.figures: dict[str, str | int] = {"forward": self._forward.name}
 
     def insert(self, slot: int, layer: int, start: int, tokens: int, k: Buffer, v: Buffer) -> None:
         if self._length[slot]:
@@ -271,9 +273,11 @@ def _forward(loaded: _Loaded, layers: list[LayerSlots]) -> Forward:
 
 
 class TransformersForward:
+    name = "transformers"
+
     def __init__(self, loaded: _Loaded, layers: list[LayerSlots]) -> None:
         self._loaded = loaded
-        self._cache = Cache(layers=[_RowsLayer(layer, loaded.geometry.kv_heads) for layer in layers])
+        self._cache = Cache(layers=[_RowsLayer(layer) for layer in layers])
 
     def logits(self, tokens: torch.Tensor, batch: Batch) -> torch.Tensor:
         for layer in self._cache.layers:
@@ -287,12 +291,11 @@ class _RowsLayer(DynamicLayer):
 
     batch: Batch
 
-    def __init__(self, layer: LayerSlots, kv_heads: int) -> None:
+    def __init__(self, layer: LayerSlots) -> None:
         super().__init__()
         self._layer = layer
         # views `[1, kv_heads, width, head_dim]`, made once rather than for every row of every step
-        stores = (store.unflatten(0, (-1, kv_heads)).split(1) for store in (layer.k, layer.v))
-        self._slots = list(zip(*stores, strict=True))
+        self._slots = list(zip(layer.k.split(1), layer.v.split(1), strict=True))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
