@@ -18,7 +18,7 @@ from workers.devices.runs import Attention
 from workers.devices.slots import Batch, LayerSlots
 
 DECODERS = ("LlamaModel", "Qwen2Model", "Qwen3Model", "Gemma3TextModel")
-#: What a layer is made of; the names in brackets stand in some families only.
+#: What a layer is made of; more norms in some families only.
 LINEARS = {
     *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
@@ -50,7 +50,8 @@ class Packed:
     """One linear layer, or several that have the same input, as one. The modules lose their weights: memory holds them once."""
 
     def __init__(self, modules: list[Linear], rows: int) -> None:
-        weight = torch.cat([module.weight for module in modules])
+        weights = [module.weight for module in modules]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         self._bias = _bias(modules)
         for module in modules:
             module.weight = None

@@ -1,11 +1,11 @@
 """cpu and cuda, through PyTorch and transformers: any Llama, Qwen2, Qwen3 or Gemma-3 class model.
 
-transformers' own forward computes everything; only the caches, and the attention of a decode step, are ours.
+transformers' forward computes prompts, and on cuda decode steps, too; on a CPU these have an own one (`forward.py`), if it
+knows the model. The caches are ours.
 
 Prefill keeps each layer's K and V in the pieces that it hands out, and joins them for as long as the layer needs them:
 a prompt costs its KV cache once. Decode keeps fixed slots, and steps the busy ones in one batch. Each row of that batch
-attends to its own tokens and to nothing else: no mask, so a short row does not pay for a long one, an idle slot costs
-nothing, and what an earlier job left in a slot can spoil no sum (0 × NaN is NaN, also behind a mask).
+attends to its own tokens, so an idle slot costs nothing, and what an earlier job left in a slot can spoil no sum.
 """
 
 import logging
