@@ -6,6 +6,7 @@ computes it. Numbers between the layers are float32 whatever the weights are, so
 
 import contextlib
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,14 +48,13 @@ def unknown(network: Any, dtype: torch.dtype) -> str | None:
 
 
 class Packed:
-    """One linear layer, or several that have the same input, as one. The modules lose their weights: memory holds them once."""
+    """One linear layer, or several that have the same input, as one."""
 
     def __init__(self, modules: list[Linear], rows: int) -> None:
         weights = [module.weight for module in modules]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         self._bias = _bias(modules)
-        for module in modules:
-            module.weight = None
+        _drop(modules)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,10 +69,10 @@ class Embedding:
     """
 
     def __init__(self, module: Any, dtype: torch.dtype) -> None:
-        short = module.weight.bfloat16()
+        short = module.weight.to(torch.bfloat16, copy=True)  # the plain one may be a mapping of the whole checkpoint
         self._rows = short if bool((short == module.weight).all()) else module.weight
         self._scale = float(module.embed_scale.to(dtype)) if hasattr(module, "embed_scale") else 1.0  # Gemma's
-        module.weight = None
+        _drop([module])
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """float32 `[rows, hidden]`."""
@@ -87,6 +87,7 @@ class Norm:
         weights = [module.weight.float() + ("Gemma" in type(module).__name__) for module in modules]
         self._weight = weights[0] if len(weights) == 1 else torch.stack(weights)
         self._eps = getattr(modules[0], "variance_epsilon", None) or modules[0].eps
+        _drop(modules)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x.float(), x.shape[-1:], eps=self._eps).mul_(self._weight)
@@ -111,8 +112,8 @@ class Block:
     after_mlp: Norm | None
 
 
-class Forward:
-    """network: of transformers, and nothing `unknown` about it; it cannot compute afterwards."""
+class PackedForward:
+    """network: of transformers, and nothing `unknown` about it. It loses its weights, so that memory holds them once."""
 
     name = "own"
 
@@ -129,8 +130,8 @@ class Forward:
         ]
         self._norm = Norm(decoder.norm)
         self._embed = Embedding(decoder.embed_tokens, self._dtype)
-        _trim()
         self._head = Packed([network.get_output_embeddings()], rows)
+        _trim()
 
     def logits(self, tokens: torch.Tensor, batch: Batch) -> torch.Tensor:
         """tokens: int64 `[rows]`. Answers `[rows, vocab]`, before any cap."""
@@ -208,9 +209,12 @@ def _bias(modules: list[Linear]) -> torch.Tensor | None:
     """Of Qwen2, Q, K and V have one; zeros where only some have."""
     if all(module.bias is None for module in modules):
         return None
-    return torch.cat(
-        [m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in modules],
-    )
+    return torch.cat([m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in modules])
+
+
+def _drop(modules: Iterable[Any]) -> None:
+    for module in modules:
+        module.weight = module.bias = None
 
 
 def _trim() -> None:

@@ -28,8 +28,7 @@ try:
     from transformers.cache_utils import Cache, DynamicLayer
 
     from workers.devices.family import geometry, load_weights, text_config, use_threads
-    from workers.devices.forward import Forward as OwnForward
-    from workers.devices.forward import unknown
+    from workers.devices.forward import PackedForward, unknown
     from workers.devices.slots import Batch, LayerSlots
 except ImportError as error:
     raise DeviceError(
@@ -239,7 +238,8 @@ class TorchDecode:
         self._loaded.check_tokens([token])
         for layer in self._layers:
             layer.clear(slot, length, self._used[slot])
-        self._length[slot], self._input[slot] = length, token
+        self._used[slot] = self._length[slot] = length
+        self._input[slot] = token
 
     def commit(self, slot: int, token: int) -> None:
         self._loaded.check_tokens([token])
@@ -251,6 +251,8 @@ class TorchDecode:
         lengths = [self._length[slot] for slot in active]
         if not active or max(lengths) >= self.max_tokens:
             raise DeviceError(f"a step needs a slot that has begun, and none with all its {self.max_tokens} tokens")
+        for slot in active:
+            self._used[slot] = self._length[slot] + 1  # also if the forward fails
         tokens = torch.tensor([self._input[slot] for slot in active], device=self._loaded.device)
         logits = self._loaded.capped(self._forward.logits(tokens, Batch(active, lengths, self._loaded.device)))
         for slot in active:
@@ -258,7 +260,6 @@ class TorchDecode:
         return at_their_slots(logits, active)
 
     def evict(self, slot: int) -> None:
-        self._used[slot] = max(self._used[slot], self._length[slot])
         self._length[slot] = self._input[slot] = 0
 
 
@@ -267,7 +268,7 @@ def _forward(loaded: _Loaded, layers: list[LayerSlots]) -> Forward:
     if loaded.device.type == "cpu":
         reason = unknown(loaded.network, loaded.dtype)
         if reason is None:
-            return OwnForward(loaded.network, loaded.geometry, layers, loaded.config.slots)
+            return PackedForward(loaded.network, loaded.geometry, layers, loaded.config.slots)
         log.warning("decode steps take transformers' forward: %s", reason, extra={"action": "transformers_forward"})
     return TransformersForward(loaded, layers)
 
