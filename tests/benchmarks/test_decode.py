@@ -53,6 +53,21 @@ def milliseconds(devices: list[TorchDecode]) -> list[float]:
     return [statistics.median(times) for times in taken]
 
 
+def matmul_milliseconds(device: TorchDecode, rows: int) -> float:
+    """Of the own forward's matrices alone: what oneDNN makes of the memory's speed."""
+    forward = device._forward
+    matrices = [getattr(block, name) for block in forward._blocks for name in ("qkv", "output", "gate_up", "down")]
+    inputs = [torch.randn(rows, matrix._weight.shape[1]).to(forward._dtype) for matrix in (*matrices, forward._head)]
+    taken = []
+    for _ in range(STEPS):
+        started = time.perf_counter()
+        with torch.inference_mode():
+            for matrix, x in zip((*matrices, forward._head), inputs, strict=True):
+                matrix(x)
+        taken.append(1000 * (time.perf_counter() - started))
+    return statistics.median(taken)
+
+
 def gigabytes_per_second() -> float:
     """Of memory that is only read, as weights are."""
     memory = torch.ones(1 << 25, dtype=torch.int64)
@@ -69,14 +84,15 @@ def gigabytes_per_second() -> float:
 def test_a_step_of_the_own_forward_beside_transformers(tmp_path: Path) -> None:
     directory = pull(Config())
     devices = [opened(directory, tmp_path, own=own) for own in (False, True)]
-    network = devices[0]._loaded.network
-    weights = sum(parameter.nbytes for parameter in network.parameters())  # the embedding counts once: it is the head
+    loaded = devices[0]._loaded
+    parts = {id(part): part.nbytes for part in (*loaded.decoder.parameters(), *loaded.head.parameters())}
+    weights = sum(parts.values())  # an embedding that is the head, too, once
     bandwidth = gigabytes_per_second()
     geometry = devices[0].geometry
     print(
         f"\n{directory.name}, {geometry.dtype}, {THREADS} threads: {weights / 1e6:.0f} MB of weights, {bandwidth:.0f} GB/s"
     )
-    print("tokens rows  transformers       own  times   limit  target")
+    print("tokens rows  transformers       own  times  target   own's matrices   memory")
     for length in LENGTHS:
         for rows in ROWS:
             for device in devices:
@@ -84,6 +100,8 @@ def test_a_step_of_the_own_forward_beside_transformers(tmp_path: Path) -> None:
             theirs, own = milliseconds(devices)
             limit = (weights + rows * length * geometry.bytes_per_token) / bandwidth / 1e6
             target = TARGET_MS.get((length, rows), "–")
+            matrices = matmul_milliseconds(devices[1], rows)
             print(
-                f"{length:6} {rows:4} {theirs:10.1f} ms {own:6.1f} ms {theirs / own:6.2f} {limit:4.0f} ms {target:>4} ms"
+                f"{length:6} {rows:4} {theirs:10.1f} ms {own:6.1f} ms {theirs / own:6.2f} {target:>4} ms "
+                f"{matrices:13.1f} ms {limit:5.0f} ms"
             )

@@ -29,9 +29,8 @@ MORE_NORMS = {"self_attn.q_norm", "self_attn.k_norm", "pre_feedforward_layernorm
 ACTIVATION = "mlp.act_fn"
 
 
-def unknown(network: Any, dtype: torch.dtype) -> str | None:
+def unknown(decoder: Any, head: Any, dtype: torch.dtype) -> str | None:
     """What keeps the own forward from a model of transformers, None if nothing does."""
-    decoder = network.get_decoder()
     if type(decoder).__name__ not in DECODERS:
         return f"{type(decoder).__name__} is not known"
     if not torch.backends.mkldnn.is_available():
@@ -44,7 +43,7 @@ def unknown(network: Any, dtype: torch.dtype) -> str | None:
             return f"layer {index} differs in {', '.join(sorted(strange))}"
         if strange := {name for name in LINEARS if type(parts[name]) is not Linear}:
             return f"layer {index} has other than plain linear layers: {', '.join(sorted(strange))}"
-    return None if type(network.get_output_embeddings()) is Linear else "the head is no plain linear layer"
+    return None if type(head) is Linear else "the head is no plain linear layer"
 
 
 class Packed:
@@ -113,24 +112,23 @@ class Block:
 
 
 class PackedForward:
-    """network: of transformers, and nothing `unknown` about it. It loses its weights, so that memory holds them once."""
+    """decoder, head: of transformers, and nothing `unknown` about them. They lose their weights: memory holds them once."""
 
     name = "own"
 
     @torch.inference_mode()
-    def __init__(self, network: Any, geometry: Geometry, slots: list[LayerSlots], rows: int) -> None:
+    def __init__(self, decoder: Any, head: Any, geometry: Geometry, slots: list[LayerSlots], rows: int) -> None:
         """rows: of a step, at most."""
-        decoder, hf = network.get_decoder(), network.config.get_text_config()
         self._geometry = geometry
         self._dtype: torch.dtype = getattr(torch, geometry.dtype)
         self._rotary = decoder.rotary_emb
         self._blocks = [
-            _block(layer, held, kind, hf, rows)
-            for layer, held, kind in zip(decoder.layers, slots, kinds_of(hf), strict=True)
+            _block(layer, held, kind, decoder.config, rows)
+            for layer, held, kind in zip(decoder.layers, slots, kinds_of(decoder.config), strict=True)
         ]
         self._norm = Norm(decoder.norm)
         self._embed = Embedding(decoder.embed_tokens, self._dtype)
-        self._head = Packed([network.get_output_embeddings()], rows)
+        self._head = Packed([head], rows)
         _trim()
 
     def logits(self, tokens: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -69,14 +69,14 @@ class _Loaded:
         hf = text_config(model, config)
         self.vocabulary = int(hf.vocab_size)
         self.geometry = geometry(hf, self.dtype, model_digest(model.directory, config))
-        self.network = load_weights(model, self.dtype, attention).to(self.device)
-        self._decoder = self.network.get_decoder()  # of Gemma-3 with images, only the half that reads text
-        self.head = self.network.get_output_embeddings()
+        network = load_weights(model, self.dtype, attention).to(self.device)
+        self.decoder = network.get_decoder()  # of Gemma-3 with images, only the half that reads text
+        self.head = network.get_output_embeddings()
         self._softcap: float | None = getattr(hf, "final_logit_softcapping", None)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
         """tokens, positions: int64 `[rows, tokens]`. Answers hidden states `[rows, tokens, hidden]`."""
-        answer = self._decoder(input_ids=tokens, position_ids=positions, cache=cache, use_cache=True)
+        answer = self.decoder(input_ids=tokens, position_ids=positions, cache=cache, use_cache=True)
         hidden: torch.Tensor = answer.last_hidden_state
         return hidden
 
@@ -266,9 +266,9 @@ class TorchDecode:
 def _forward(loaded: _Loaded, layers: list[LayerSlots]) -> Forward:
     """The own forward on a CPU, where it knows the model; else transformers'."""
     if loaded.device.type == "cpu":
-        reason = unknown(loaded.network, loaded.dtype)
+        reason = unknown(loaded.decoder, loaded.head, loaded.dtype)
         if reason is None:
-            return PackedForward(loaded.network, loaded.geometry, layers, loaded.config.slots)
+            return PackedForward(loaded.decoder, loaded.head, loaded.geometry, layers, loaded.config.slots)
         log.warning("decode steps take transformers' forward: %s", reason, extra={"action": "transformers_forward"})
     return TransformersForward(loaded, layers)
 
