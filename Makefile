@@ -70,7 +70,10 @@ fuzz: $(VENV)/.installed-dev
 	KVR_TEST_FUZZ_SECONDS=$(or $(SECONDS),1200) KVR_TEST_FUZZ_SEED=$(or $(SEED),1) PATH="$$PATH:$(CURDIR)/$(BIN)" \
 	  $(BIN)/python -m pytest -s -q tests/acceptance/test_openapi.py -k schemathesis
 
+# kvrelay's speed: the suite on the system that runs here, alone or in turns with another server (RIVAL=transformers starts one,
+# RIVAL_URL= is one), then what needs systems of its own. For an idle machine
 bench: $(VENV)/.installed-dev
+	$(BIN)/kvrelay bench --suite --rounds $(or $(ROUNDS),1) $(if $(RIVAL),--rival $(RIVAL)) $(if $(RIVAL_URL),--rival rival=$(RIVAL_URL))
 	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python -m pytest -m benchmark -s -q tests/benchmarks
 
 lint: $(VENV)/.installed-dev

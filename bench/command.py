@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -14,13 +15,14 @@ from urllib.parse import urlsplit
 
 from tokenizers import Tokenizer
 
-from bench import plot
+from bench import plot, rival
 from bench.client import PATHS, Client, Server
 from bench.errors import Unfit
 from bench.lengths import lengths
 from bench.measurement import Intrusion, Plan, Round, measure
 from bench.prompts import Prompts
-from bench.report import Report
+from bench.report import Report, machine
+from bench.suite import POINTS, row
 from bench.summary import Slo
 from bench.workload import Request, conversations, random_words
 from pipeline.config import Config
@@ -34,7 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("where; of several servers each has a name, and `NAME=` says whose an option is")
     where.add_argument("--url", default="", metavar="[NAME=]URL", help="of the server; otherwise as in the settings")
     where.add_argument(
-        "--rival", action="append", default=[], metavar="NAME=URL", help="measured in turns with it; may be repeated"
+        "--rival",
+        action="append",
+        default=[],
+        metavar="NAME=URL",
+        help=f"measured in turns with it; may be repeated. {rival.NAME}: its server is started here",
     )
     where.add_argument("--endpoint", choices=list(PATHS), default="completions")
     where.add_argument(
@@ -65,6 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ask for answers of just that length, with ignore_eos and min_tokens",
     )
 
+    what.add_argument(
+        "--suite", action="store_true", help="the points that kvrelay is judged by, instead of what else is said here"
+    )
+
     when = parser.add_argument_group("when")
     when.add_argument("--streams", type=int, default=1, help="so many requests at once, one after the other in each")
     when.add_argument("--rate", type=float, default=0.0, help="a second, as in a Poisson process; inf: all at once")
@@ -86,24 +96,68 @@ def bench(config: Config, arguments: argparse.Namespace) -> int:
     slo = Slo.parse(arguments.slo)
     if arguments.plot:
         plot.check(arguments.plot)
+    with ExitStack() as stack:
+        asked = servers(config, arguments)
+        if rival.NAME in arguments.rival:
+            asked.append(stack.enter_context(rival.transformers_serve(Model.locate(config).directory)))
+        reports = _reports(config, arguments, slo, asked)
+    if arguments.json:
+        _write(reports, arguments.json)
+    return int(any(report.failed for report in reports) and not arguments.allow_failures)
+
+
+def _reports(config: Config, arguments: argparse.Namespace, slo: Slo, asked: Sequence[Server]) -> list[Report]:
+    if arguments.suite:
+        return _suite(config, arguments, slo, asked)
+    report = _measured(config, arguments, slo, asked, tell=True)
+    for line in report.comparison():
+        print(line)
+    if arguments.plot:
+        plot.draw(arguments.plot, list(report.servers.values()))
+    return [report]
+
+
+def _measured(
+    config: Config, arguments: argparse.Namespace, slo: Slo, asked: Sequence[Server], *, tell: bool
+) -> Report:
+    """tell: of each round, when it is over."""
     clients = [
         Client(server, arguments.endpoint, timeout=arguments.timeout, ignore_eos=arguments.ignore_eos)
-        for server in servers(config, arguments)
+        for server in asked
     ]
     plan = _plan(config, arguments)
     report = Report({name: _plain(value) for name, value in vars(arguments).items() if name not in NOT_SHOWN}, slo)
 
     def over(client: Client, taken: Round) -> None:
-        print("\n".join(report.round_lines(report.add(client, taken))), flush=True)
+        lines = report.round_lines(report.add(client, taken))
+        if tell:
+            print("\n".join(lines), flush=True)
 
     asyncio.run(measure(plan, clients, allow_failures=arguments.allow_failures, over=over))
-    for line in report.comparison():
-        print(line)
-    if arguments.json:
-        _write(report, arguments.json)
-    if arguments.plot:
-        plot.draw(arguments.plot, list(report.servers.values()))
-    return int(report.failed > 0 and not arguments.allow_failures)
+    return report
+
+
+def _suite(config: Config, arguments: argparse.Namespace, slo: Slo, asked: Sequence[Server]) -> list[Report]:
+    """Another seed at each point, so that no prompt comes twice."""
+    print(f"{machine()['cpu']}, {machine()['cores']} cores; TTFT and ITL: p50 and p99 in ms; (targets)", flush=True)
+    reports = []
+    for number, point in enumerate(POINTS):
+        words = vars(arguments) | {
+            "prompt": str(point.prompt),
+            "output": str(point.output),
+            "streams": point.streams,
+            "requests": point.requests,
+            "interfere": point.interfere,
+            "seed": arguments.seed + number,
+        }
+        report = _measured(config, argparse.Namespace(**words), slo, asked, tell=False)
+        print(f"\n{point.title}")
+        for name, measured in report.servers.items():
+            print(row(name, measured.figures(), point), flush=True)
+            for line in measured.failures():
+                print(f"    {line}", flush=True)
+        reports.append(report)
+    return reports
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -119,6 +173,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise Unfit("--rate", arguments.rate, "must be requests a second, or inf for all at once")
     if not (math.isfinite(arguments.timeout) and arguments.timeout > 0):
         raise Unfit("--timeout", arguments.timeout, "must be more than 0 seconds")
+    if arguments.suite and (arguments.rate or arguments.interfere or arguments.sharegpt or arguments.plot):
+        raise Unfit("--suite", "", "has loads of its own: no --rate, --interfere, --sharegpt and --plot beside it")
     if arguments.rate and (arguments.streams > 1 or arguments.interfere):
         raise Unfit("--rate", arguments.rate, "is an open loop, and --streams and --interfere are a closed one: choose")
 
@@ -130,10 +186,12 @@ def servers(config: Config, arguments: argparse.Namespace) -> list[Server]:
     """The one that is measured, and its rivals. kvrelay's own key goes to kvrelay alone. Raises Unfit."""
     name, url = _named(arguments.url or config.api_url)
     named = {name or urlsplit(url).netloc or url: url}
-    for rival in arguments.rival:
-        name, url = _named(rival)
+    for other in arguments.rival:
+        if other == rival.NAME:
+            continue
+        name, url = _named(other)
         if not name or name in named:
-            raise Unfit("--rival", rival, "must be a new name and an address, as in other=http://127.0.0.1:8001")
+            raise Unfit("--rival", other, "must be a new name and an address, as in other=http://127.0.0.1:8001")
         named[name] = url
     first = next(iter(named))
     models = _by_name("--model", arguments.model, named)
@@ -248,9 +306,11 @@ def _tokenizer(config: Config, directory: Path | None) -> Tokenizer:
         raise Unfit("--tokenizer", directory, f"must be a directory with a tokenizer.json ({error})") from None
 
 
-def _write(report: Report, path: Path) -> None:
+def _write(reports: Sequence[Report], path: Path) -> None:
+    """One as it is, those of a suite in a list."""
+    found = [report.shown() for report in reports]
     try:
-        path.write_text(json.dumps(report.shown(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(found if len(found) > 1 else found[0], indent=1, ensure_ascii=False) + "\n", "utf-8")
     except OSError as error:
         raise Unfit("--json", path, f"cannot be written ({error.strerror})") from None
 

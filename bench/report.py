@@ -36,6 +36,9 @@ class Measured:
     def failed(self) -> int:
         return sum(sum(summary.failures.values()) for summary in [*self.summaries, *self.intruders] if summary)
 
+    def failures(self) -> list[str]:
+        return [line for summary in [*self.summaries, *self.intruders] if summary for line in _failures(summary)]
+
     def figures(self) -> dict[str, float]:
         """Over all rounds."""
         rounds = []

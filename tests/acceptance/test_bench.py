@@ -76,6 +76,25 @@ def test_a_closed_loop_is_measured_and_its_json_says_all_of_it(system: System, t
         assert shown in said
 
 
+def test_the_suite_says_target_beside_figure_at_every_point(redis_url: str, tmp_path: Path) -> None:
+    out = tmp_path / "suite.json"
+    fast = make(redis_url, tmp_path, sim_step_ms=1, sim_prefill_us=5, slots=16)
+    try:
+        said = run(fast.start_all(), "--suite", "--json", str(out))
+    finally:
+        fast.close()
+    for target in ("≥ 60", "≥ 117", "≥ 157", "≥ 195", "≤ 150"):
+        assert target in said
+    found = [(report["parameters"], report["servers"][0]["rounds"][0]) for report in report(out)]
+    assert [(asked["prompt"], asked["streams"]) for asked, _ in found][:5] == [
+        *(("128", streams) for streams in (1, 4, 8, 16)),
+        ("1500", 1),
+    ]
+    assert all(measured["requests"] == asked["requests"] and not measured["failures"] for asked, measured in found)
+    assert [asked["interfere"] != "" for asked, _ in found] == [False] * 6 + [True] * 2
+    assert len({asked["seed"] for asked, _ in found}) == len(found)
+
+
 def test_a_seed_asks_the_same_and_the_server_counts_the_tokens_that_were_meant(system: System, tmp_path: Path) -> None:
     asked = []
     for seed in ("1", "1", "2"):
