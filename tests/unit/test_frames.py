@@ -261,7 +261,7 @@ def test_a_header_with_flipped_bytes_is_a_message_or_refused(message: Message, d
         decoded = decode(bytes(frame))
     except FrameError:
         return
-    assert decode(encode(decoded)) == decoded
+    assert encode(decode(encode(decoded))) == encode(decoded)  # their bytes: a NaN is not equal to itself
 
 
 @settings(max_examples=500)
@@ -272,4 +272,4 @@ def test_a_header_with_any_value_in_any_field_is_a_message_or_refused(message: M
         decoded = decode(header(message, **{name: data.draw(values)}))
     except FrameError:
         return
-    assert decode(encode(decoded)) == decoded
+    assert encode(decode(encode(decoded))) == encode(decoded)  # their bytes: a NaN is not equal to itself
