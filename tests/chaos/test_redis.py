@@ -60,6 +60,10 @@ def test_accepted_jobs_survive_a_crash_of_redis_and_their_clients_see_one_text(
     the last second would miss tokens for ever."""
     jobs = at_work(system)
     clients = {job: Client(system, job) for job in jobs}
+    log = system.folder / "api-0.log"
+    wait_for(
+        lambda: log.read_text().count("/events 200") == len(clients), "their streams have begun: else they are refused"
+    )
     time.sleep(1.2 if server._fsync == "everysec" else 0.0)  # what was accepted longer ago than a second
     started = time.monotonic()
     server.restart()
