@@ -50,7 +50,7 @@ class Config:
     prefill_threads: int = _setting(0, "compute threads of a prefill worker; 0: half of the cores")
     decode_threads: int = _setting(0, "compute threads of a decode worker; 0: half of the cores")
     prefill_nice: int = _setting(
-        19,
+        0,
         "niceness of a prefill worker's compute threads (Linux), so that tokens of running answers go first; 0: none",
     )
     chunk: int = _setting(512, "prompt tokens per device call; a cancel is seen between layers")

@@ -234,6 +234,7 @@ def test_the_thread_that_computes_prompts_gives_way_and_no_other_does(system: Sy
         ]
         return sorted(int((task / "stat").read_text().rpartition(")")[2].split()[16]) for task in tasks)
 
+    system.environ["KVR_PREFILL_NICE"] = "19"
     system.start("api")
     (prefill,), (decode,) = system.start("prefill"), system.start("decode")
     system.wait_ready()
