@@ -17,6 +17,7 @@ import xxhash
 import zmq
 import zmq.asyncio
 from typing_extensions import Buffer
+from zmq.utils.monitor import recv_monitor_message
 
 from brokers.curve import Key
 from pipeline.errors import CreditVoid, FrameError, TransferError
@@ -67,11 +68,12 @@ class KVSender:
         except TransferError:
             outbound.close()
             raise
+        outbound.is_open = True
         return outbound
 
     def close(self) -> None:
-        for link in self._links.values():
-            link.close()
+        while self._links:
+            self._links.popitem()[1].close()
         self._zmq.destroy(linger=0)
 
     def _close_idle(self) -> None:
@@ -100,8 +102,9 @@ class _Link:
             self._socket.setsockopt(option, value)
         if key is not None:
             key.call(self._socket)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(endpoint)
-        self._reader = asyncio.create_task(self._read())
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
     async def send(self, message: Message, tensor: memoryview | None = None) -> None:
         frames: list[bytes | memoryview] = [encode(message)] + ([] if tensor is None else [tensor])
@@ -119,8 +122,20 @@ class _Link:
     def close(self) -> None:
         for outbound in list(self.transfers.values()):
             outbound.fail(TransferError(f"the connection to {self.endpoint} was closed"))
-        self._reader.cancel()
+        for task in self._tasks:
+            task.cancel()
+        self._socket.disable_monitor()
+        self._monitor.close()
         self._socket.close(linger=0)
+
+    async def _watch(self) -> None:
+        """A transfer ends with its connection, for the next one is another peer to the decode worker. Its farewell may be lost:
+        TCP throws away what it has received when the other side closes with something unread."""
+        while True:
+            await recv_monitor_message(self._monitor)
+            for outbound in self.transfers.values():
+                if outbound.is_open:
+                    outbound.fail(TransferError(f"the connection to {self.endpoint} was lost"))
 
     async def _read(self) -> None:
         while True:
@@ -150,6 +165,7 @@ class Outbound:
         self._buffered = 0  # bytes handed over and not yet with libzmq
         self._failure: TransferError | None = None
         self.bytes_sent = 0
+        self.is_open = False  # the decode worker has said OK
         link.transfers[nonce] = self
         self._writer = asyncio.create_task(self._write())
 
