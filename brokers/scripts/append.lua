@@ -8,11 +8,11 @@ while i <= #ARGV do
   local first = i + 4
   local status, reason = ARGV[first + 3 * count], ARGV[first + 3 * count + 1]
   i = first + 3 * count + 2
-  local job = read(id)
+  local job = glance(id)
   local answer
   if not holds(job, lease) then answer = 'lost:' .. (job.status or 'gone')
   elseif late(job) then
-    finish(id, job, STATE.expired, 'deadline')
+    finish(id, read(id), STATE.expired, 'deadline')
     answer = 'lost:' .. STATE.expired
   else
     local length = redis.call('XLEN', log_key(id))
@@ -25,12 +25,13 @@ while i <= #ARGV do
         redis.call('XADD', log_key(id), (index + 1) .. '-0', unpack(entry))
         appended = appended + 1
         if index == 0 then
-          note(id, 'first_token')
-          tally('prompt_tokens', job.length)
-          observe('ttft', since_submitted(id))
+          local known = redis.call('HMGET', job_key(id), 'timeline', 'submitted', 'length')
+          redis.call('HSET', job_key(id), 'timeline', with_line(known[1], 'first_token'))
+          tally('prompt_tokens', known[3] or 0)
+          observe('ttft', since(known[2]))
         end
       end
-      if status ~= '' then finish(id, job, status, reason) end
+      if status ~= '' then finish(id, read(id), status, reason) end
       answer = tostring(math.max(length, start + count))
     end
   end

@@ -39,7 +39,7 @@ local function audit_webhook(id, job)
   local owes = over(job) and redis.call('HEXISTS', job_key(id), 'webhook_tries') == 1
   local listed = redis.call('ZSCORE', key, id)
   if owes and not (listed and redis.call('ZSCORE', webhooks_key, target_of(url))) then
-    wrong(id, 'owes a webhook, and nobody would see it', function() owe_webhook(id) end)
+    wrong(id, 'owes a webhook, and nobody would see it', function() owe_webhook(id, url) end)
   elseif listed and not owes then
     wrong(id, 'is among the webhooks, and owes none', function() redis.call('ZREM', key, id) end)
   end

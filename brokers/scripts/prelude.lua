@@ -15,9 +15,14 @@ local queues = {[0] = KEYS[9], [1] = KEYS[10], [2] = KEYS[11], [3] = KEYS[12]}
 local prefix = ARGV[1]
 local GROUP = 'workers'
 
+-- One moment for all that a script does, as Redis 7 has it by itself.
+local moment
 local function now()
-  local t = redis.call('TIME')
-  return t[1] * 1000 + math.floor(t[2] / 1000)
+  if not moment then
+    local t = redis.call('TIME')
+    moment = t[1] * 1000 + math.floor(t[2] / 1000)
+  end
+  return moment
 end
 
 local function job_key(id) return prefix .. 'job:' .. id end
@@ -55,6 +60,12 @@ local function read(id)
   }
 end
 
+-- Enough for `holds` and `late`: what is done for every token reads no more.
+local function glance(id)
+  local h = redis.call('HMGET', job_key(id), 'status', 'lease', 'deadline')
+  return {status = h[1], lease = h[2] or '', deadline = tonumber(h[3] or 0)}
+end
+
 local function over(job) return OVER[job.status] end
 local function late(job) return job.deadline > 0 and now() > job.deadline end
 local function holds(job, lease) return lease ~= '' and job.lease == lease end
@@ -85,10 +96,14 @@ end
 
 local function wake() redis.call('XADD', wake_key, 'MAXLEN', '1', '*', 'w', '1') end
 
-local function note(id, event, detail)
+-- before: the timeline that it is added to, if there is one.
+local function with_line(before, event, detail)
   local line = now() .. ' ' .. event .. (detail and detail ~= '' and ' ' .. string.gsub(detail, '%s+', ' ') or '')
-  local before = redis.call('HGET', job_key(id), 'timeline')
-  redis.call('HSET', job_key(id), 'timeline', (before and before .. '\n' or '') .. line)
+  return (before and before .. '\n' or '') .. line
+end
+
+local function note(id, event, detail)
+  redis.call('HSET', job_key(id), 'timeline', with_line(redis.call('HGET', job_key(id), 'timeline'), event, detail))
 end
 
 -- The line of jobs that wait, by turns, after Golestani, "A self-clocked fair queueing scheme for
@@ -154,12 +169,12 @@ local function reopen(id)
   end
 end
 
-local function since_submitted(id) return now() - (tonumber(redis.call('HGET', job_key(id), 'submitted')) or now()) end
+local function since(submitted) return now() - (tonumber(submitted) or now()) end
 
-local function tally_end(id, status, reason)
+local function tally_end(submitted, status, reason)
   if status ~= STATE.finished then return tally('ended:' .. status, 1) end
   tally('ended:' .. status .. ':' .. reason, 1)
-  observe('e2e', since_submitted(id))
+  observe('e2e', since(submitted))
 end
 
 -- A job with a webhook owes it from its end until it has arrived or was given up. As long, there is `webhook_tries` in its hash,
@@ -168,8 +183,7 @@ end
 local function target_of(url) return string.lower(string.match(url, '^%a+://([^/?#]*)') or '') end
 local function owed_key(target) return prefix .. 'webhooks:' .. target end
 
-local function owe_webhook(id)
-  local url = redis.call('HGET', job_key(id), 'webhook')
+local function owe_webhook(id, url)
   if not url then return end
   local target = target_of(url)
   redis.call('HSET', job_key(id), 'webhook_tries', 0)
@@ -200,11 +214,12 @@ local function finish(id, job, status, reason, kept_ms)
   end
   drop(job.queue, job.entry)
   step_out(id, job)
-  if not over(job) then tally_end(id, status, reason) end -- else the audit writes an end anew
-  redis.call('ZREM', deadlines_key, id)
-  redis.call('HSET', job_key(id), 'status', status, 'lease', '', 'reason', reason, 'ended', now())
-  note(id, status, reason)
-  if not over(job) then owe_webhook(id) end -- else the audit writes an end anew
+  local known = redis.call('HMGET', job_key(id), 'timeline', 'submitted', 'webhook')
+  if not over(job) then tally_end(known[2], status, reason) end -- else the audit writes an end anew
+  if job.deadline > 0 then redis.call('ZREM', deadlines_key, id) end
+  redis.call('HSET', job_key(id), 'status', status, 'lease', '', 'reason', reason, 'ended', now(),
+    'timeline', with_line(known[1], status, reason))
+  if not over(job) then owe_webhook(id, known[3]) end -- else the audit writes an end anew
   local at = now() + (kept_ms or KEEP_MS)
   redis.call('PEXPIREAT', log_key(id), at)
   redis.call('PEXPIREAT', job_key(id), at + 60000)

@@ -24,17 +24,17 @@ if waiting + #fresh > bound then return {'full', patience(waiting)} end
 local owned = tonumber(redis.call('HGET', tenants_key, 'waiting:' .. owner) or 0)
 if owner_bound > 0 and owned + #fresh > owner_bound then return {'owner_full', patience(owned)} end
 
+local deadline = lifetime > 0 and now() + lifetime or 0
 for _, i in ipairs(fresh) do
   local id, digest, length, request = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3]
   redis.call('DEL', log_key(id))
   local entry, turn = redis.call('XADD', queues[queue], '*', 'job', id), next_turn(queue, owner)
   redis.call('HSET', job_key(id), 'digest', digest, 'request', request, 'status', STATE.queued, 'lease', '', 'attempt', 0,
     'queue', queue, 'entry', entry, 'owner', owner, 'turn', turn, 'length', length,
-    'submitted', now(), 'deadline', lifetime > 0 and now() + lifetime or 0)
+    'submitted', now(), 'deadline', deadline, 'timeline', with_line(nil, STATE.queued))
   if webhook ~= '' then redis.call('HSET', job_key(id), 'webhook', webhook) end
-  line_up(id, read(id))
-  if lifetime > 0 then redis.call('ZADD', deadlines_key, now() + lifetime, id) end
-  note(id, STATE.queued)
+  line_up(id, {queue = queue, owner = owner, turn = turn, length = length})
+  if deadline > 0 then redis.call('ZADD', deadlines_key, deadline, id) end
 end
 wake()
 return {'ok'}
