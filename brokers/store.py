@@ -12,6 +12,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
 
 from brokers.keys import Keys
+from brokers.wire import Wire
 from pipeline.batch import BATCH_OVER, BatchStatus
 from pipeline.config import Config
 from pipeline.errors import RedisAway, RedisRefused
@@ -87,6 +88,11 @@ class Store:
 
     def __init__(self, config: Config) -> None:
         self.keys = Keys(config.prefix)
+        # a few quick tries for a connection that died unnoticed; longer outages are the callers' business, and one that hangs
+        # would hang again
+        retry = Retry(
+            ExponentialWithJitterBackoff(base=0.01, cap=0.2), retries=2, supported_errors=(redis.ConnectionError,)
+        )
         pool = BlockingConnectionPool.from_url(
             config.redis_url,
             max_connections=CONNECTIONS,
@@ -94,14 +100,11 @@ class Store:
             decode_responses=True,
             socket_timeout=SOCKET_SECONDS,
             socket_connect_timeout=2.0,
-            # a few quick tries for a connection that died unnoticed; longer outages are the callers' business, and one that
-            # hangs would hang again
-            retry=Retry(
-                ExponentialWithJitterBackoff(base=0.01, cap=0.2), retries=2, supported_errors=(redis.ConnectionError,)
-            ),
+            retry=retry,
         )
         # Any: the driver types every reply as bytes or str at once
         self.redis: Any = Redis.from_pool(pool)
+        self.wire = Wire(pool, seconds=SOCKET_SECONDS, retry=retry)
         self._prefix = config.prefix
         self._shared_keys = [
             *(
@@ -120,8 +123,13 @@ class Store:
 
     async def run(self, script: str, *args: str | int | float, jobs: Iterable[str] = ()) -> Any:
         """Runs a script on the shared keys and those of `jobs`."""
-        keys = [key for job in jobs for key in (self.keys.job(job), self.keys.tokens(job))]
-        return await self._scripts[script](keys=[*self._shared_keys, *keys], args=[self._prefix, *args])
+        keys = [*self._shared_keys, *(key for job in jobs for key in (self.keys.job(job), self.keys.tokens(job)))]
+        command = ("EVALSHA", self._scripts[script].sha, len(keys), *keys, self._prefix, *args)
+        try:
+            return await self.wire.call(*command)
+        except redis.exceptions.NoScriptError:  # another server, or the same one started anew
+            await self.wire.call("SCRIPT", "LOAD", self._scripts[script].script)
+            return await self.wire.call(*command)
 
     @translated
     async def ping(self) -> None:
@@ -142,6 +150,7 @@ class Store:
         )
 
     async def close(self) -> None:
+        await self.wire.close()
         await self.redis.aclose()
 
 

@@ -2,26 +2,28 @@
 
 import asyncio
 import random
+from functools import partial
 
+import pytest
 from hands import until
 
 from brokers.store import Store
-from pipeline.config import Config
 
 CALLS, AT_ONCE = 10_000, 64
 
 
-async def test_ten_thousand_cancelled_calls_leave_every_other_reply_with_its_caller(
-    config: Config, store: Store
-) -> None:
-    """R6. With a connection that goes back to the pool with a reply in it, the next caller would get it."""
+@pytest.mark.parametrize("by", ["the pool", "the wire"])
+async def test_ten_thousand_cancelled_calls_leave_every_other_reply_with_its_caller(store: Store, by: str) -> None:
+    """R6. With a connection that goes back to the pool with a reply in it, the next caller would get it; on the wire that all
+    scripts share, everybody behind one who has left would get the answer of the one before."""
+    echo = store.redis.echo if by == "the pool" else partial(store.wire.call, "ECHO")
     draw = random.Random(5)
     wrong: list[tuple[str, str]] = []
     cancelled = answered = 0
 
     async def ask(number: int) -> None:
         nonlocal answered
-        answer = await store.redis.echo(f"call {number}")
+        answer = await echo(f"call {number}")
         answered += 1
         if answer != f"call {number}":
             wrong.append((f"call {number}", answer))
