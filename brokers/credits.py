@@ -13,19 +13,10 @@ class Credits:
         self._worker = worker
 
     @translated
-    async def publish(self, nonces: Sequence[str], busy: int) -> None:
-        """Lists new credits, and wakes the prefill workers that wait for one. busy: places in use, the score."""
-        async with self._store.redis.pipeline(transaction=True) as pipe:
-            pipe.zadd(self._store.keys.credits, {f"{self._worker}/{nonce}": busy for nonce in nonces})
-            pipe.xadd(self._store.keys.wake, {"w": "1"}, maxlen=1, approximate=False)
-            await pipe.execute()
-
-    @translated
-    async def rescore(self, nonces: Sequence[str], busy: int) -> None:
-        """XX: a credit that was taken meanwhile must not come back to life."""
-        if nonces:
-            members = {f"{self._worker}/{nonce}": busy for nonce in nonces}
-            await self._store.redis.zadd(self._store.keys.credits, members, xx=True)
+    async def publish(self, fresh: Sequence[str], busy: int, *, listed: Sequence[str] = ()) -> None:
+        """Lists fresh credits, and wakes the prefill workers if jobs wait. busy: places in use, the score of these and of the
+        listed ones; of which one that was taken meanwhile does not come back."""
+        await self._store.run("offer", self._worker, busy, len(fresh), *fresh, *listed)
 
     @translated
     async def listed(self) -> set[str]:

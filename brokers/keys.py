@@ -7,10 +7,9 @@
     line              sorted set    for ever           submit release sweep  ids of jobs that wait; lowest score: the next one
                                     (members: to lease) lease finish
     tenants           hash          while some wait    the same              turns of each tenant, and its jobs in line
-    wake              stream of 1   for ever           submit release        rung when a job or a credit is new
-                                                       credits
-    credits           sorted set    for ever           decode workers;       <worker>/<nonce>, score = busy places
-                                    (members: to use)  lease takes
+    wake              stream of 1   for ever           submit release offer  rung when a job is new, or a credit for one
+    credits           sorted set    for ever           offer withdraw lease  <worker>/<nonce>, score = busy places
+                                    (members: to use)  sweep
     deadlines         sorted set    for ever           submit, finish,       ids of unfinished jobs that have a deadline
                                     (members: to end)  sweep
     dead              stream        for ever           give_up               jobs given up: job, attempts, reason

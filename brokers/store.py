@@ -30,6 +30,7 @@ CONNECTIONS = 32  # a burst of requests waits for one, rather than open a thousa
 SCRIPTS = (
     "submit",
     "lease",
+    "offer",
     "renew",
     "append",
     "handover",

@@ -368,12 +368,11 @@ class DecodeWorker:
         async with self._offering:
             if self._station.draining.is_set():
                 return
-            await self._credits.rescore(list(self._scheduler.listed), self._scheduler.busy)
-            nonces = [secrets.token_hex(12) for _ in range(self._scheduler.owed)]
-            for nonce in nonces:
+            listed = list(self._scheduler.listed)
+            fresh = [secrets.token_hex(12) for _ in range(self._scheduler.owed)]
+            for nonce in fresh:
                 self._scheduler.publish(nonce)
-            if nonces:
-                await self._credits.publish(nonces, self._scheduler.busy)
+            await self._credits.publish(fresh, self._scheduler.busy, listed=listed)
 
     async def _audit(self) -> None:
         """Credits that got lost, and transfers whose sender lost the lease or went silent."""

@@ -333,6 +333,13 @@ async def test_a_wake_up_between_a_failed_lease_and_the_wait_is_not_lost(hands: 
         await hands.redis.delete(hands.keys.credits, *hands.keys.queues)
 
 
+async def test_a_credit_that_no_job_waits_for_wakes_nobody(hands: Hands) -> None:
+    """Without the look at the line, every end of a job would send all idle prefill workers to ask for another one."""
+    mark = await hands.no_lease()
+    await hands.credit()
+    assert await hands.no_lease() == mark
+
+
 async def test_a_job_that_is_given_back_wakes_those_who_wait(hands: Hands) -> None:
     lease = await hands.leased("a")
     mark = await hands.no_lease()
@@ -843,7 +850,7 @@ async def test_a_credit_that_was_taken_does_not_come_back_to_life_when_the_other
     await hands.submit("a")
     await hands.lease()
     await hands.credit("d1", "listed")
-    await credits.rescore(["taken", "listed"], 3)
+    await credits.publish([], 3, listed=["taken", "listed"])
     assert await hands.credits() == ["d1/listed"]
     assert await hands.redis.zscore(hands.keys.credits, "d1/listed") == 3.0
 
@@ -856,7 +863,7 @@ async def test_a_worker_lists_and_withdraws_its_own_credits_only(hands: Hands) -
     assert await mine.listed() == {"a", "b"}
     await mine.withdraw(["a", "unknown"])
     await mine.withdraw([])
-    await mine.rescore([], 1)
+    await mine.publish([], 1)
     assert await hands.credits() == ["d1/b", "d11/a"]
 
 
