@@ -14,9 +14,9 @@ class Credits:
 
     @translated
     async def publish(self, fresh: Sequence[str], busy: int, *, listed: Sequence[str] = ()) -> None:
-        """Lists fresh credits, and wakes the prefill workers if jobs wait. busy: places in use, the score of these and of the
-        listed ones; of which one that was taken meanwhile does not come back."""
-        await self._store.run("offer", self._worker, busy, len(fresh), *fresh, *listed)
+        """Lists fresh credits, and wakes the prefill workers if jobs wait. busy: places in use, from which these and the listed
+        ones get their scores. Of the listed ones, one that was taken meanwhile does not come back."""
+        await self._store.run("offer", self._worker, busy, len(listed), *listed, *fresh)
 
     @translated
     async def listed(self) -> set[str]:

@@ -8,7 +8,7 @@
                                     (members: to lease) lease finish
     tenants           hash          while some wait    the same              turns of each tenant, and its jobs in line
     wake              stream of 1   for ever           submit release offer  rung when a job is new, or a credit for one
-    credits           sorted set    for ever           offer withdraw lease  <worker>/<nonce>, score = busy places
+    credits           sorted set    for ever           offer withdraw lease  <worker>/<nonce>, score: places in use before
                                     (members: to use)  sweep
     deadlines         sorted set    for ever           submit, finish,       ids of unfinished jobs that have a deadline
                                     (members: to end)  sweep

@@ -32,6 +32,7 @@ class Lease:
 
     job_id: str
     lease_id: str
+    attempt: int  # 1: the first
     job: Job
     decode_worker: str
     nonce: str
@@ -41,9 +42,10 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nothing:
-    """No job, or no credit. `mark`: wait from here, and no wake-up is lost."""
+    """No job, or no credit. `mark`: wait from here, and no wake-up is lost. alone: the next one is for empty hands only."""
 
     mark: str
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,22 +111,18 @@ class JobQueue:
         return Submitted(outcome=answer[0], retry_seconds=answer[1] / 1000 if len(answer) > 1 else 0.0)
 
     @translated
-    async def lease(self, worker: str) -> Lease | Nothing:
-        """The next job and a credit for it, or neither."""
-        answer = await self._store.run("lease", worker, secrets.token_hex(6))
+    async def lease(
+        self, worker: str, *, most: int = 1, tokens: int = 0, others: bool = False
+    ) -> list[Lease] | Nothing:
+        """The next job and a credit for it, or neither.
+
+        most: so many jobs, if there are enough for all workers, and their prompts have no more `tokens` together. others: the
+        worker has some in hand, beside which it takes none that was begun before.
+        """
+        answer = await self._store.run("lease", worker, secrets.token_hex(6), most, tokens, int(others))
         if answer[0] != "ok":
-            return Nothing(mark=answer[1])
-        job_id, lease_id, credit, endpoint, request, log_length = answer[1:]
-        decode_worker, nonce = credit.split("/")
-        return Lease(
-            job_id=job_id,
-            lease_id=lease_id,
-            job=Job.decode(request),
-            decode_worker=decode_worker,
-            nonce=nonce,
-            endpoint=endpoint,
-            log_length=int(log_length),
-        )
+            return Nothing(mark=answer[1], alone=answer[0] == "alone")
+        return [_lease(answer[at : at + 7]) for at in range(1, len(answer), 7)]
 
     @translated
     async def wait(self, mark: str) -> None:
@@ -228,3 +226,18 @@ class JobQueue:
             return None
         now = seconds * 1000 + microseconds // 1000
         return Standing(status=Status(status), late=0 < int(deadline) < now, owner=owner or NOBODY.id)
+
+
+def _lease(facts: Sequence[Any]) -> Lease:
+    job_id, lease_id, attempt, credit, endpoint, request, log_length = facts
+    decode_worker, nonce = credit.split("/")
+    return Lease(
+        job_id=job_id,
+        lease_id=lease_id,
+        attempt=attempt,
+        job=Job.decode(request),
+        decode_worker=decode_worker,
+        nonce=nonce,
+        endpoint=endpoint,
+        log_length=log_length,
+    )

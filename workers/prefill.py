@@ -1,6 +1,8 @@
 """The prefill loop: lease a job with a credit, compute its KV cache, send it layer by layer, draw the first token.
 
-The next job's prefill starts when the device is free, while the last one's hand-over is still under way.
+Leases and hand-overs cost round trips, in which the device would idle. So the next job is leased, and a place opened for its
+KV cache, while the last of another one is computed; several at once if they are short. But what is leased must not wait long
+for the device: another worker might be free earlier.
 """
 
 import asyncio
@@ -15,7 +17,7 @@ from typing import Any
 
 from brokers.curve import Key
 from brokers.kv_sender import KVSender, Outbound
-from brokers.queue import Lease
+from brokers.queue import Lease, Nothing
 from brokers.token_log import Append, TokenLog
 from pipeline.errors import (
     Cancelled,
@@ -37,11 +39,17 @@ from workers.station import Figures, Station
 log = logging.getLogger(__name__)
 
 
+#: Jobs in hand that the device has yet to compute, and how long it may take for them when another one is leased: many round
+#: trips, and less than anybody notices.
+AHEAD, AHEAD_SECONDS = 8, 0.2
+
+
 class Work:
     """A job in hand. `ended` is read by the compute thread, between layers."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
+        self.left = len(lease.job.prompt) + lease.log_length  # tokens to compute
         self.phase = "prefill"
         self.ended = False
         self.outbound: Outbound | None = None
@@ -72,6 +80,9 @@ class PrefillWorker:
             1, thread_name_prefix="compute", initializer=_give_way, initargs=(config.prefill_nice,)
         )
         self._turn = asyncio.Lock()  # the device's
+        self._ahead: set[Work] = set()  # what it has yet to compute
+        self._less = asyncio.Event()  # … has become less
+        self._reach = 0  # tokens that it computes in AHEAD_SECONDS, as far as one knows
         self._rung: set[str] = set()  # jobs that ended while a lease was asked for: one of them may be the answer
         self._work: dict[asyncio.Task[None], Work] = {}
         self._jobs_done = self._tokens_done = self._bytes_sent = 0
@@ -99,59 +110,74 @@ class PrefillWorker:
         await self._station.leave()
 
     async def _step(self) -> None:
-        """Lease when the device is free; otherwise, and without work, wait."""
-        if not await self._take_turn():
+        """Lease when the device will soon have nothing to do; otherwise, and without work, wait."""
+        if not await self._has_room():
             return
         self._rung.clear()
-        try:
-            answer = await self._station.queue.lease(self._station.worker)
-        except BaseException:
-            self._turn.release()
-            raise
-        if isinstance(answer, Lease):
-            work = Work(answer)
-            work.ended = answer.job_id in self._rung
-            self._station.vitals.hold(answer.job_id, answer.lease_id)
+        tokens = self._reach - sum(work.left for work in self._ahead)
+        answer = await self._station.queue.lease(
+            self._station.worker, most=AHEAD - len(self._ahead), tokens=tokens, others=bool(self._ahead)
+        )
+        if isinstance(answer, Nothing):
+            await (self._empty_hands() if answer.alone else self._station.queue.wait(answer.mark))
+            return
+        for lease in answer:
+            work = Work(lease)
+            work.ended = lease.job_id in self._rung
+            self._station.vitals.hold(lease.job_id, lease.lease_id)
+            self._ahead.add(work)
             task = asyncio.create_task(self._serve(work))
             self._work[task] = work
             task.add_done_callback(self._work.pop)
-        else:
-            self._turn.release()
-            await self._station.queue.wait(answer.mark)
 
-    async def _take_turn(self) -> bool:
-        """Waits for the device. False: the worker is to leave, and takes no more jobs."""
-        turn = asyncio.ensure_future(self._turn.acquire())
+    async def _empty_hands(self) -> None:
+        while self._ahead:
+            self._less.clear()
+            await self._less.wait()
+
+    async def _has_room(self) -> bool:
+        """Waits for it. False: the worker is to leave, and takes no more jobs."""
         leaving = asyncio.ensure_future(self._station.draining.wait())
-        await asyncio.wait({turn, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        while not (self._station.draining.is_set() or self._is_light()):
+            self._less.clear()
+            less = asyncio.ensure_future(self._less.wait())
+            await asyncio.wait({less, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            less.cancel()
         leaving.cancel()
-        if not self._station.draining.is_set():
-            return True
-        turn.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await turn
-            self._turn.release()
-        return False
+        return not self._station.draining.is_set()
+
+    def _is_light(self) -> bool:
+        """What was begun before by others is alone here: if it ends this worker, too, no other job is to suffer for it."""
+        if any(work.lease.attempt > 1 for work in self._ahead):
+            return False
+        if len(self._ahead) >= AHEAD:
+            return False
+        return not self._ahead or sum(work.left for work in self._ahead) <= self._reach
+
+    def _computed(self, work: Work, tokens: int) -> None:
+        work.left -= tokens
+        if work.left <= 0:
+            self._ahead.discard(work)
+        self._less.set()
 
     async def _serve(self, work: Work) -> None:
         """One job from lease to hand-over."""
         lease = work.lease
-        turn = _Turn(self._turn)
         extra: dict[str, Any] = {"job": lease.job_id, "worker": self._station.worker}
         try:
-            await self._attempt(work, turn)
+            await self._attempt(work)
         except (RedisAway, RedisRefused) as error:
             log.warning("left job %s to the sweep: %s", lease.job_id, error, extra={"action": "left", **extra})
         finally:
-            turn.give_back()
+            self._computed(work, work.left)
             self._station.vitals.let_go(lease.job_id, lease.lease_id)
 
-    async def _attempt(self, work: Work, turn: "_Turn") -> None:
+    async def _attempt(self, work: Work) -> None:
         """What each way of failing means."""
         lease = work.lease
         extra: dict[str, Any] = {"job": lease.job_id, "worker": self._station.worker}
         try:
-            await self._prefill(work, turn)
+            await self._prefill(work)
         except RedisAway:
             raise
         except Cancelled:
@@ -171,7 +197,7 @@ class PrefillWorker:
             log.exception("prefill of job %s failed", lease.job_id, extra={"action": "prefill_failed", **extra})
             await self._release(work, f"{work.phase}: {type(error).__name__}: {error}")
 
-    async def _prefill(self, work: Work, turn: "_Turn") -> None:
+    async def _prefill(self, work: Work) -> None:
         lease = work.lease
         tokens = await self._tokens_so_far(lease)
         prompt = [*lease.job.prompt, *tokens]
@@ -183,7 +209,6 @@ class PrefillWorker:
         try:
             logits = await self._run_device(work, prompt, outbound)
             computed = time.monotonic()
-            turn.give_back()
             work.phase = "transfer"
             generation = Generation(lease.job, eos=self._vocabulary.eos, decode=self._decode, tokens=tokens)
             over = await self._first_token(work, generation, logits)
@@ -212,7 +237,6 @@ class PrefillWorker:
         """Chunk by chunk in the compute thread; KV goes out on the way."""
         if len(prompt) > self._device.max_tokens:
             raise DeviceError(f"{len(prompt)} prompt tokens; this device holds {self._device.max_tokens}")
-        running = self._device.begin(prompt)
 
         def advance() -> Logits | None:
             if work.ended:
@@ -220,9 +244,15 @@ class PrefillWorker:
             with self._station.vitals.device_call():
                 return running.advance(outbound.put, lambda: work.ended)
 
-        logits = None
-        while logits is None:
-            logits = await asyncio.get_running_loop().run_in_executor(self._compute, advance)
+        loop, logits = asyncio.get_running_loop(), None
+        async with self._turn:
+            running = self._device.begin(prompt)
+            while logits is None:
+                began, tokens = time.monotonic(), min(work.left, self._station.config.chunk)
+                logits = await loop.run_in_executor(self._compute, advance)
+                self._reach = int(tokens * AHEAD_SECONDS / (time.monotonic() - began))
+                self._computed(work, tokens)
+            self._computed(work, work.left)
         return logits
 
     async def _first_token(self, work: Work, generation: Generation, logits: Logits) -> bool:
@@ -287,15 +317,3 @@ def _give_way(nice: int) -> None:
     thread = threading.get_native_id()
     if sys.platform == "linux" and nice > os.getpriority(os.PRIO_PROCESS, thread):  # elsewhere it is of whole processes
         os.setpriority(os.PRIO_PROCESS, thread, nice)
-
-
-class _Turn:
-    """The device's lock, given back once: after the last chunk, or when the job fails before."""
-
-    def __init__(self, lock: asyncio.Lock) -> None:
-        self._lock: asyncio.Lock | None = lock
-
-    def give_back(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None

@@ -1,5 +1,6 @@
 """The whole system on the sim device: whatever it answers is right only if every KV byte arrived in its place."""
 
+import itertools
 import os
 import secrets
 import signal
@@ -222,6 +223,26 @@ def test_priorities_go_first(system: System) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness is of whole processes")
+def test_jobs_are_leased_while_another_is_computed_and_none_long_before_its_turn(system: System) -> None:
+    """Without the first, the device idles for some round trips before each job; without the second, jobs wait in one worker's
+    hands while another one is free."""
+    system.environ["KVR_SIM_PREFILL_US"] = "1000"
+    system.start_all()
+    system.complete(
+        prompt(100), max_tokens=1
+    )  # the worker sees how fast its device is: 200 tokens are what it may be ahead
+    jobs = [system.submit(prompt(100, n), max_tokens=1) for n in range(8)]
+    times = []
+    for job in jobs:
+        system.finished(job)
+        timeline = [line.split() for line in system.redis.hget(system.key(f"job:{job}"), "timeline").splitlines()]
+        times.append({event: int(at) for at, event, *_ in timeline})
+    for before, job in itertools.pairwise(times):
+        assert job["prefilling"] < before["first_token"]
+    for long_before, job in zip(times, times[4:], strict=False):
+        assert job["prefilling"] >= long_before["first_token"]
+
+
 def test_the_thread_that_computes_prompts_gives_way_and_no_other_does(system: System) -> None:
     """Without it a long prompt takes half of the time that running answers need, where both share the cores."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from brokers.credits import Credits
-from brokers.queue import JobQueue, Lease
+from brokers.queue import JobQueue
 from brokers.registry import Registry
 from brokers.store import Store
 from brokers.token_log import Append, TokenLog
@@ -53,9 +53,9 @@ class Streams:
         await Credits(self._store, "d1").publish([str(number) for number in range(len(jobs))], 0)
         leases = {}
         for _ in jobs:
-            lease = await self._queue.lease("d1")
-            assert isinstance(lease, Lease)
-            leases[lease.job_id] = lease.lease_id
+            answer = await self._queue.lease("d1")
+            assert isinstance(answer, list)
+            leases |= {lease.job_id: lease.lease_id for lease in answer}
         return leases
 
     async def _worker(self, number: int, jobs: list[str], leases: dict[str, str]) -> None:

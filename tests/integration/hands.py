@@ -64,8 +64,9 @@ class Hands:
 
     async def lease(self, worker: str = "p1") -> Lease:
         answer = await self.queue.lease(worker)
-        assert isinstance(answer, Lease), answer
-        return answer
+        assert isinstance(answer, list), answer
+        (lease,) = answer
+        return lease
 
     async def no_lease(self, worker: str = "p1") -> str:
         """The mark to wait from."""

@@ -9,7 +9,7 @@ from hands import JOB, OTHER_JOB, WAIT_SECONDS, Hands, until
 
 from brokers.credits import Credits
 from brokers.keys import GROUP
-from brokers.queue import Lease, Standing, Stopped
+from brokers.queue import Lease, Nothing, Standing, Stopped
 from brokers.store import Store
 from brokers.token_log import Append
 from pipeline.config import Config
@@ -165,6 +165,7 @@ async def test_a_lease_brings_the_job_its_credit_and_where_to_send_the_cache(han
     assert lease == Lease(
         job_id="a",
         lease_id=lease.lease_id,
+        attempt=1,
         job=JOB,
         decode_worker="d7",
         nonce="nonce",
@@ -177,6 +178,73 @@ async def test_a_lease_brings_the_job_its_credit_and_where_to_send_the_cache(han
     assert await hands.field("a", "lease") == lease.lease_id
     assert (await hands.status("a"), await hands.field("a", "attempt")) == ("prefilling", "1")
     assert await hands.credits() == []
+
+
+async def several(hands: Hands, most: int = 8, tokens: int = 100, others: bool = False) -> list[str]:
+    answer = await hands.queue.lease("p1", most=most, tokens=tokens, others=others)
+    return [lease.job_id for lease in answer] if isinstance(answer, list) else []
+
+
+async def test_short_jobs_are_leased_together_as_many_as_asked_for_and_as_have_credits(hands: Hands) -> None:
+    for number in range(20):
+        await hands.submit(f"{number:02}")
+    for _ in range(7):
+        await hands.credit()
+    answer = await hands.queue.lease("p1", most=3, tokens=100)
+    assert isinstance(answer, list)
+    assert [lease.job_id for lease in answer] == ["00", "01", "02"]
+    assert len({lease.lease_id for lease in answer}) == len({lease.nonce for lease in answer}) == 3
+    for lease in answer:
+        assert await hands.append(lease.job_id, lease.lease_id, 0, 10) == "1"
+    assert len(await several(hands)) == 4
+    assert await several(hands) == []
+
+
+async def test_jobs_are_leased_together_only_if_their_prompts_are_short(hands: Hands) -> None:
+    """Without, jobs would wait in a worker's hands behind long ones, and another worker could begin with them."""
+    for number in range(9):
+        await hands.submit(f"{number}", replace(JOB, prompt=(1,) * 40))
+        await hands.credit()
+    assert await several(hands, tokens=100) == ["0", "1"]
+    assert await several(hands, tokens=0) == ["2"]
+
+
+async def test_a_worker_takes_no_more_jobs_at_once_than_its_share_of_the_line(hands: Hands) -> None:
+    """Without, one worker would compute all of a few jobs one after the other, and others would idle."""
+    for worker in ("p1", "p2", "p3"):
+        await hands.registry.announce(worker, {"role": "prefill"})
+    for number in range(8):
+        await hands.submit(f"{number}")
+        await hands.credit()
+    assert await several(hands) == ["0", "1"]
+    assert await several(hands) == ["2"]
+
+
+async def test_a_job_that_was_begun_before_is_taken_alone(hands: Hands) -> None:
+    """Without, one that ends every worker would use up the attempts of those beside it."""
+    for job_id in ("again", "a", "b", "c", "d"):
+        await hands.submit(job_id)
+        await hands.credit()
+    lease = await hands.lease()
+    await hands.queue.release("again", lease.lease_id, "x")
+    await hands.credit()
+    answer = await hands.queue.lease("p1", most=8, tokens=100, others=True)
+    assert isinstance(answer, Nothing)
+    assert answer.alone
+    assert await several(hands) == ["again"]
+    assert await several(hands, others=True) == ["a", "b", "c", "d"]
+
+
+async def test_jobs_that_are_given_out_at_once_go_to_the_emptiest_workers_in_turn(hands: Hands) -> None:
+    """With one score for all credits of a worker, it would get them all before it could say that it is busy."""
+    for worker, busy in (("d1", 0), ("d2", 1)):
+        await hands.credit(worker, busy=busy)
+        await Credits(hands.store, worker).publish(["x", "y"], busy + 1)
+    for number in range(20):
+        await hands.submit(f"{number}")
+    answer = await hands.queue.lease("p1", most=4, tokens=100)
+    assert isinstance(answer, list)
+    assert [lease.decode_worker for lease in answer] == ["d1", "d1", "d2", "d1"]
 
 
 async def test_every_lease_id_is_new(hands: Hands) -> None:
@@ -850,7 +918,7 @@ async def test_a_credit_that_was_taken_does_not_come_back_to_life_when_the_other
     await hands.submit("a")
     await hands.lease()
     await hands.credit("d1", "listed")
-    await credits.publish([], 3, listed=["taken", "listed"])
+    await credits.publish([], 3, listed=["listed", "taken"])
     assert await hands.credits() == ["d1/listed"]
     assert await hands.redis.zscore(hands.keys.credits, "d1/listed") == 3.0
 

@@ -14,7 +14,6 @@ from hands import Hands
 
 from brokers.audit import Audit
 from brokers.keys import GROUP
-from brokers.queue import Lease
 from brokers.store import Store
 from pipeline.config import Config
 from pipeline.errors import Cancelled
@@ -76,9 +75,10 @@ class Round:
         await self.hands.credit(self.random.choice(("d1", "d2")))
 
     async def lease(self) -> None:
-        answer = await self.hands.queue.lease(self.random.choice(("p1", "p2")))
-        if isinstance(answer, Lease) and not self.often(LOST):
-            self.holders.append(Holder(answer.job_id, answer.lease_id, answer.log_length, "prefill"))
+        worker, most = self.random.choice(("p1", "p2")), self.random.choice((1, 1, 3))
+        answer = await self.hands.queue.lease(worker, most=most, tokens=100, others=self.often(0.3))
+        if isinstance(answer, list) and not self.often(LOST):
+            self.holders += [Holder(lease.job_id, lease.lease_id, lease.log_length, "prefill") for lease in answer]
 
     async def work(self) -> None:
         holder = self.random.choice(self.holders)
