@@ -15,14 +15,15 @@ while i <= #ARGV do
     finish(id, read(id), STATE.expired, 'deadline')
     answer = 'lost:' .. STATE.expired
   else
-    local length = redis.call('XLEN', log_key(id))
+    local log = log_key(id)
+    local length = redis.call('XLEN', log)
     if start > length then answer = 'gap:' .. length
     else
       for index = length, start + count - 1 do
         local at = first + 3 * (index - start)
-        local entry = {'t', ARGV[at], 'x', ARGV[at + 1]}
-        if ARGV[at + 2] ~= '' then entry[5], entry[6] = 'p', ARGV[at + 2] end
-        redis.call('XADD', log_key(id), (index + 1) .. '-0', unpack(entry))
+        local place, token, text, logprobs = (index + 1) .. '-0', ARGV[at], ARGV[at + 1], ARGV[at + 2]
+        if logprobs == '' then redis.call('XADD', log, place, 't', token, 'x', text)
+        else redis.call('XADD', log, place, 't', token, 'x', text, 'p', logprobs) end
         appended = appended + 1
         if index == 0 then
           local known = redis.call('HMGET', job_key(id), 'timeline', 'submitted', 'length')
