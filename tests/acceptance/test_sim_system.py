@@ -292,7 +292,7 @@ def test_memory_and_descriptors_stay_flat_over_two_thousand_jobs(system: System)
     for (memory, _, others), (memory_after, pooled, others_after) in zip(before, state(), strict=True):
         assert memory_after - memory < 12 << 20
         assert others_after <= others + 2
-        assert pooled <= CONNECTIONS
+        assert pooled <= CONNECTIONS + 1  # the one that scripts share
     assert max(system.memory(process) for process in system.processes[:1]) < 150 << 20
 
 
