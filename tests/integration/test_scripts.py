@@ -923,6 +923,25 @@ async def test_a_credit_that_was_taken_does_not_come_back_to_life_when_the_other
     assert await hands.redis.zscore(hands.keys.credits, "d1/listed") == 3.0
 
 
+async def test_a_credit_s_score_is_how_many_places_are_in_use_when_its_turn_comes(hands: Hands) -> None:
+    """Without, a worker that is busier than it seems would be fed before an emptier one."""
+    credits = Credits(hands.store, "d1")
+
+    async def scores() -> list[tuple[str, float]]:
+        scored: list[tuple[str, float]] = await hands.redis.zrange(hands.keys.credits, 0, -1, withscores=True)
+        return [(name.removeprefix("d1/"), score) for name, score in scored]
+
+    await credits.publish(["a", "b", "c"], 0)
+    assert await scores() == [("a", 0), ("b", 1), ("c", 2)]
+    await hands.redis.zrem(hands.keys.credits, "d1/a")  # as a lease does
+    await credits.publish([], 1, listed=["b", "c"])
+    assert await scores() == [("b", 1), ("c", 2)]
+    await credits.publish(["d"], 0, listed=["b", "c"])
+    assert await scores() == [("d", 0), ("b", 1), ("c", 2)]
+    await credits.publish(["e"], 3, listed=["d", "b", "c"])  # jobs came on other ways than credits
+    assert [score for _, score in await scores()] == [3, 4, 5, 6]
+
+
 async def test_a_worker_lists_and_withdraws_its_own_credits_only(hands: Hands) -> None:
     mine = Credits(hands.store, "d1")
     await hands.credit("d1", "a")
