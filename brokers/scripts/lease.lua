@@ -40,17 +40,24 @@ local function joins(job)
   return taken == 0 or tokens >= 0
 end
 
+-- All that is read of a job.
+local function look(id)
+  local job, known = read(id), redis.call('HMGET', job_key(id), 'request', 'timeline')
+  job.request, job.timeline, job.tokens = known[1], known[2], redis.call('XLEN', log_key(id))
+  return job
+end
+
 local function take(id, job, credit, endpoint)
   taken = taken + 1
-  local lease, known = worker .. '#' .. random .. '-' .. taken, redis.call('HMGET', job_key(id), 'request', 'timeline')
+  local lease = worker .. '#' .. random .. '-' .. taken
   redis.call('ZREM', credits_key, credit)
   redis.call('HSET', tenants_key, 'round', math.max(job.turn, tonumber(redis.call('HGET', tenants_key, 'round') or 0)))
   step_out(id, job)
   note_owner(id, job, lease)
   tally('attempts', 1)
   redis.call('HSET', job_key(id), 'status', STATE.prefilling, 'attempt', job.attempt + 1, 'lease', lease,
-    'timeline', with_line(known[2], STATE.prefilling, worker))
-  for _, fact in ipairs({id, lease, job.attempt + 1, credit, endpoint, known[1], redis.call('XLEN', log_key(id))}) do
+    'timeline', with_line(job.timeline, STATE.prefilling, worker))
+  for _, fact in ipairs({id, lease, job.attempt + 1, credit, endpoint, job.request, job.tokens}) do
     answer[#answer + 1] = fact
   end
   if job.attempt > 0 then most = taken end
@@ -60,7 +67,11 @@ for try = 1, 64 do -- bounded: a script holds up everybody
   local credit, endpoint = next_credit()
   local id = credit and redis.call('ZRANGE', line_key, 0, 0)[1]
   if not id then break end
-  local job = read(id)
+  local whole, job = pcall(look, id)
+  if not whole then -- somebody has made something else of its record, or of its log
+    if taken > 0 then break end -- what was taken must be told
+    error(job, 0)
+  end
   if job.status ~= STATE.queued then step_out(id, job) -- of a record that somebody has deleted
   elseif late(job) then finish(id, job, STATE.expired, 'deadline')
   elseif job.attempt >= MAX_ATTEMPTS then give_up(id, job, 'too many attempts')

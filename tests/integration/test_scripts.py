@@ -13,7 +13,7 @@ from brokers.queue import Lease, Nothing, Standing, Stopped
 from brokers.store import Store
 from brokers.token_log import Append
 from pipeline.config import Config
-from pipeline.errors import Cancelled
+from pipeline.errors import Cancelled, RedisRefused
 from pipeline.job import Priority
 from pipeline.logprobs import TokenLogprobs
 from pipeline.states import OPEN, Status
@@ -233,6 +233,19 @@ async def test_a_job_that_was_begun_before_is_taken_alone(hands: Hands) -> None:
     assert answer.alone
     assert await several(hands) == ["again"]
     assert await several(hands, others=True) == ["a", "b", "c", "d"]
+
+
+async def test_a_job_whose_record_somebody_has_spoilt_takes_none_of_those_before_it_along(hands: Hands) -> None:
+    """Without, they would be leased to a worker that never hears of them."""
+    for job_id in ("a", "b", "spoilt", "c"):
+        await hands.submit(job_id)
+        await hands.credit()
+    await hands.redis.delete(hands.keys.job("spoilt"))
+    await hands.redis.set(hands.keys.job("spoilt"), "text")
+    assert await several(hands) == ["a", "b"]
+    with pytest.raises(RedisRefused, match="WRONGTYPE"):
+        await several(hands)
+    assert len(await hands.credits()) == 2
 
 
 async def test_jobs_that_are_given_out_at_once_go_to_the_emptiest_workers_in_turn(hands: Hands) -> None:
