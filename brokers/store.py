@@ -12,7 +12,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
 
 from brokers.keys import Keys
-from brokers.wire import Wire
+from brokers.trunk import Trunk
 from pipeline.batch import BATCH_OVER, BatchStatus
 from pipeline.config import Config
 from pipeline.errors import RedisAway, RedisRefused
@@ -105,7 +105,7 @@ class Store:
         )
         # Any: the driver types every reply as bytes or str at once
         self.redis: Any = Redis.from_pool(pool)
-        self.wire = Wire(pool, seconds=SOCKET_SECONDS, retry=retry)
+        self.trunk = Trunk(pool, seconds=SOCKET_SECONDS, retry=retry)
         self._prefix = config.prefix
         self._shared_keys = [
             *(
@@ -127,10 +127,10 @@ class Store:
         keys = [*self._shared_keys, *(key for job in jobs for key in (self.keys.job(job), self.keys.tokens(job)))]
         command = ("EVALSHA", self._scripts[script].sha, len(keys), *keys, self._prefix, *args)
         try:
-            return await self.wire.call(*command)
+            return await self.trunk.call(*command)
         except redis.exceptions.NoScriptError:  # another server, or the same one started anew
-            await self.wire.call("SCRIPT", "LOAD", self._scripts[script].script)
-            return await self.wire.call(*command)
+            await self.trunk.call("SCRIPT", "LOAD", self._scripts[script].script)
+            return await self.trunk.call(*command)
 
     @translated
     async def ping(self) -> None:
@@ -151,7 +151,7 @@ class Store:
         )
 
     async def close(self) -> None:
-        await self.wire.close()
+        await self.trunk.close()
         await self.redis.aclose()
 
 

@@ -217,7 +217,7 @@ def test_priorities_go_first(system: System) -> None:
     system.start("prefill")
     system.start("decode")
     order = sorted(
-        jobs, key=lambda job: next(e["at"] for e in system.finished(job)["timeline"] if e["event"] == "prefilling")
+        jobs, key=lambda job: next(e["at"] for e in system.finished(job)["timeline"] if e["event"] == "first_token")
     )
     assert order == jobs[::-1]
 

@@ -12,13 +12,13 @@ from brokers.store import Store
 CALLS, AT_ONCE = 10_000, 64
 
 
-@pytest.mark.parametrize(("by", "turns"), [("the pool", 4), ("the wire", 1)])
+@pytest.mark.parametrize(("by", "turns"), [("the pool", 4), ("the trunk", 1)])
 async def test_ten_thousand_cancelled_calls_leave_every_other_reply_with_its_caller(
     store: Store, by: str, turns: int
 ) -> None:
-    """R6. With a connection that goes back to the pool with a reply in it, the next caller would get it; on the wire that all
+    """R6. With a connection that goes back to the pool with a reply in it, the next caller would get it; on the trunk that all
     scripts share, everybody behind one who has left would get the answer of the one before."""
-    echo = store.redis.echo if by == "the pool" else partial(store.wire.call, "ECHO")
+    echo = store.redis.echo if by == "the pool" else partial(store.trunk.call, "ECHO")
     draw = random.Random(5)
     wrong: list[tuple[str, str]] = []
     cancelled = answered = 0

@@ -15,14 +15,14 @@ from redis.asyncio.retry import Retry
 _MORE = object()  # is to come before there is an answer
 
 
-class Wire:
+class Trunk:
     def __init__(self, pool: Any, *, seconds: float, retry: Retry) -> None:
         """pool: makes the connection. seconds: for an answer. retry: when the connection was lost, and with it the answers."""
         self._pool = pool
         self._seconds = seconds
         self._retry = retry
-        self._line: _Line | None = None
-        self._opening: asyncio.Task[_Line] | None = None
+        self._current: _Connection | None = None
+        self._opening: asyncio.Task[_Connection] | None = None
 
     async def call(self, *command: str | bytes | memoryview | int | float) -> Any:
         """A command that is safe to repeat. Raises the driver's exceptions."""
@@ -32,37 +32,37 @@ class Wire:
     async def close(self) -> None:
         if self._opening is not None:
             self._opening.cancel()
-        if self._line is not None:
-            await self._line.close()
+        if self._current is not None:
+            await self._current.close()
 
     async def _ask(self, packed: bytes) -> Any:
-        line = self._line
-        if line is None or line.lost:
-            line = await self._open()
-        return await line.ask(packed)
+        current = self._current
+        if current is None or current.lost:
+            current = await self._open()
+        return await current.ask(packed)
 
-    async def _open(self) -> "_Line":
+    async def _open(self) -> "_Connection":
         """Once for all who want it now, and what comes of it is theirs: a Redis that hangs would hang for each in turn."""
         if self._opening is None:
             self._opening = asyncio.create_task(self._connect())
             self._opening.add_done_callback(self._opened)
         return await asyncio.shield(self._opening)
 
-    async def _connect(self) -> "_Line":
-        if self._line is not None:
-            await self._line.close()
+    async def _connect(self) -> "_Connection":
+        if self._current is not None:
+            await self._current.close()
         connection = self._pool.make_connection()
         await connection.connect()
-        self._line = _Line(connection, self._seconds)
-        return self._line
+        self._current = _Connection(connection, self._seconds)
+        return self._current
 
-    def _opened(self, opening: "asyncio.Task[_Line]") -> None:
+    def _opened(self, opening: "asyncio.Task[_Connection]") -> None:
         self._opening = None
         if not opening.cancelled():
             opening.exception()  # seen here: perhaps nobody waits any more
 
 
-class _Line(asyncio.Protocol):
+class _Connection(asyncio.Protocol):
     """One connection, made by the driver and read here, until it is lost."""
 
     def __init__(self, connection: Any, seconds: float) -> None:
