@@ -18,6 +18,7 @@ import pytest
 from brokers.store import CONNECTIONS
 from tests.acceptance.system import WAYS_TO_LEAVE, System, leave, wait_for
 from workers.devices.sim import expected
+from workers.prefill import AHEAD
 
 SIM = {"model": "sim", "prefill_device": "sim", "decode_device": "sim"}
 
@@ -227,19 +228,19 @@ def test_jobs_are_leased_while_another_is_computed_and_none_long_before_its_turn
     """Without the first, the device idles for some round trips before each job; without the second, jobs wait in one worker's
     hands while another one is free."""
     system.environ["KVR_SIM_PREFILL_US"] = "1000"
-    system.start_all()
-    system.complete(
-        prompt(100), max_tokens=1
-    )  # the worker sees how fast its device is: 200 tokens are what it may be ahead
-    jobs = [system.submit(prompt(100, n), max_tokens=1) for n in range(8)]
+    system.start("api")
+    wait_for(system.answers, "the API answers")
+    jobs = [system.submit(prompt(20, n), max_tokens=1) for n in range(4 * AHEAD)]
+    system.start("prefill")
+    system.start("decode")
     times = []
     for job in jobs:
         system.finished(job)
         timeline = [line.split() for line in system.redis.hget(system.key(f"job:{job}"), "timeline").splitlines()]
         times.append({event: int(at) for at, event, *_ in timeline})
-    for before, job in itertools.pairwise(times):
+    for before, job in itertools.pairwise(times[1:]):  # with the first one the worker sees how fast its device is
         assert job["prefilling"] < before["first_token"]
-    for long_before, job in zip(times, times[4:], strict=False):
+    for long_before, job in zip(times, times[AHEAD + 4 :], strict=False):
         assert job["prefilling"] >= long_before["first_token"]
 
 
