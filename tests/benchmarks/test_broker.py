@@ -63,8 +63,7 @@ class Worker:
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.wait([task])
+            await end(task)
 
     async def drain(self, jobs: int) -> None:
         writer = asyncio.create_task(self._write(jobs))
@@ -149,8 +148,7 @@ async def kvrelay(redis_url: str) -> Figures:
                 submitted[f"idle-{number}"] = time.perf_counter()
                 await submit(store, "idle", number + 1, number)
             await asyncio.sleep(PAUSE)
-            working.cancel()
-            await asyncio.wait([working])
+            await end(working)
     return figures | percentiles(waits)
 
 
@@ -164,6 +162,13 @@ async def opened(redis_url: str) -> AsyncIterator[Store]:
     finally:
         await store.redis.flushall()
         await store.close()
+
+
+async def end(task: asyncio.Task[None]) -> None:
+    """Again and again: `wait_for` of Python 3.11, which the driver uses, now and then swallows a cancel."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=0.2)
 
 
 async def submit(store: Store, name: str, upto: int, start: int = 0) -> None:
