@@ -27,7 +27,7 @@ from typing import Any
 from brokers import kv_sender
 from brokers.credits import Credits
 from brokers.kv_receiver import KVReceiver
-from brokers.queue import JobQueue, Lease
+from brokers.queue import JobQueue
 from brokers.token_log import TokenLog
 from pipeline.errors import DeviceError
 from workers.__main__ import main
@@ -116,14 +116,14 @@ def _ends(_answer: Any, batch: Any) -> bool:
 
 def install() -> None:
     if sys.argv[1] == "prefill":
-        wrap(JobQueue, "lease", after="leased", when=lambda answer, *_: isinstance(answer, Lease))
+        wrap(JobQueue, "lease", after="leased", when=lambda answer, *_: isinstance(answer, list))
         wrap(kv_sender.KVSender, "open", after="opened")
         wrap(kv_sender.Outbound, "put", before="layer")
         wrap_wire()
         wrap(TokenLog, "append", before="drawn", after="logged")
         wrap(kv_sender.Outbound, "commit", after="committed")
     else:
-        wrap(Credits, "publish", after="credit")
+        wrap(Credits, "publish", after="credit", when=lambda _, fresh, *__: bool(fresh))
         wrap(DecodeWorker, "take", after="taken")
         wrap(
             KVReceiver,
