@@ -112,14 +112,14 @@ class JobQueue:
 
     @translated
     async def lease(
-        self, worker: str, *, most: int = 1, tokens: int = 0, others: bool = False
+        self, worker: str, *, most: int = 1, tokens: int = 0, others: bool = False, short: bool = False
     ) -> list[Lease] | Nothing:
         """The next job and a credit for it, or neither.
 
         most: so many jobs, if there are enough for all workers, and their prompts have no more `tokens` together. others: the
-        worker has some in hand, beside which it takes none that was begun before.
+        worker has some in hand, beside which it takes none that was begun before. short: nor one that is longer alone.
         """
-        answer = await self._store.run("lease", worker, secrets.token_hex(6), most, tokens, int(others))
+        answer = await self._store.run("lease", worker, secrets.token_hex(6), most, tokens, int(others), int(short))
         if answer[0] != "ok":
             return Nothing(mark=answer[1], alone=answer[0] == "alone")
         return [_lease(answer[at : at + 7]) for at in range(1, len(answer), 7)]

@@ -2,7 +2,8 @@
 
 Leases and hand-overs cost round trips, in which the device would idle. So the next job is leased, and a place opened for its
 KV cache, while the last of another one is computed; several at once if they are short. But what is leased must not wait long
-for the device: another worker might be free earlier.
+for the device: another worker might be free earlier. A long prompt is computed in slices, and between two of them short ones
+that nobody has taken go first.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ from pipeline.generation import Generation
 from pipeline.states import Status
 from pipeline.text import Decode
 from pipeline.vocabulary import Vocabulary
-from workers.devices import Logits, PrefillDevice
+from workers.devices import Logits, PrefillDevice, Prompt
 from workers.sampler import sampler_for
 from workers.station import Figures, Station
 
@@ -40,8 +41,10 @@ log = logging.getLogger(__name__)
 
 
 #: Jobs in hand that the device has yet to compute, and how long it may take for them when another one is leased: many round
-#: trips, and less than anybody notices.
+#: trips, and less than anybody notices. So long are slices of long prompts, too: short ones take half of the time at most.
 AHEAD, AHEAD_SECONDS = 8, 0.2
+#: For a short job from its lease until its KV cache may be sent; the device idles meanwhile.
+READY_SECONDS = 0.02
 
 
 class Work:
@@ -53,6 +56,7 @@ class Work:
         self.phase = "prefill"
         self.ended = False
         self.outbound: Outbound | None = None
+        self.ready = asyncio.Event()  # waits for nothing but the device, or for nothing any more
 
     def end(self) -> None:
         """The job is over or lost: stop computing for it, and wait for no answer about it."""
@@ -80,6 +84,7 @@ class PrefillWorker:
             1, thread_name_prefix="compute", initializer=_give_way, initargs=(config.prefill_nice,)
         )
         self._turn = asyncio.Lock()  # the device's
+        self._leasing = asyncio.Lock()
         self._ahead: set[Work] = set()  # what it has yet to compute
         self._less = asyncio.Event()  # … has become less
         self._reach = 0  # tokens that it computes in AHEAD_SECONDS, as far as one knows
@@ -113,22 +118,33 @@ class PrefillWorker:
         """Lease when the device will soon have nothing to do; otherwise, and without work, wait."""
         if not await self._has_room():
             return
-        self._rung.clear()
-        tokens = self._reach - sum(work.left for work in self._ahead)
-        answer = await self._station.queue.lease(
-            self._station.worker, most=AHEAD - len(self._ahead), tokens=tokens, others=bool(self._ahead)
-        )
+        answer = await self._lease()
         if isinstance(answer, Nothing):
             await (self._empty_hands() if answer.alone else self._station.queue.wait(answer.mark))
-            return
-        for lease in answer:
-            work = Work(lease)
-            work.ended = lease.job_id in self._rung
-            self._station.vitals.hold(lease.job_id, lease.lease_id)
-            self._ahead.add(work)
-            task = asyncio.create_task(self._serve(work))
-            self._work[task] = work
-            task.add_done_callback(self._work.pop)
+
+    async def _lease(self, *, passing: Work | None = None) -> list[Work] | Nothing:
+        """passing: a long one, before which short ones may go."""
+        async with self._leasing:
+            self._rung.clear()
+            before = self._ahead - {passing}
+            answer = await self._station.queue.lease(
+                self._station.worker,
+                most=AHEAD - len(before),
+                tokens=self._reach - sum(work.left for work in before),
+                others=bool(self._ahead),
+                short=passing is not None,
+            )
+            return answer if isinstance(answer, Nothing) else [self._take(lease) for lease in answer]
+
+    def _take(self, lease: Lease) -> Work:
+        work = Work(lease)
+        work.ended = lease.job_id in self._rung
+        self._station.vitals.hold(lease.job_id, lease.lease_id)
+        self._ahead.add(work)
+        task = asyncio.create_task(self._serve(work))
+        self._work[task] = work
+        task.add_done_callback(self._work.pop)
+        return work
 
     async def _empty_hands(self) -> None:
         while self._ahead:
@@ -169,6 +185,7 @@ class PrefillWorker:
         except (RedisAway, RedisRefused) as error:
             log.warning("left job %s to the sweep: %s", lease.job_id, error, extra={"action": "left", **extra})
         finally:
+            work.ready.set()
             self._computed(work, work.left)
             self._station.vitals.let_go(lease.job_id, lease.lease_id)
 
@@ -238,22 +255,49 @@ class PrefillWorker:
         if len(prompt) > self._device.max_tokens:
             raise DeviceError(f"{len(prompt)} prompt tokens; this device holds {self._device.max_tokens}")
 
+        work.ready.set()
+        running: Prompt | None = None
+        logits = None
+        while logits is None:
+            async with self._turn:
+                if running is None:
+                    running = self._device.begin(prompt)
+                logits = await self._slice(work, running, outbound)
+            if logits is None:
+                await self._let_short_ones_pass(work)
+        return logits
+
+    async def _slice(self, work: Work, running: Prompt, outbound: Outbound) -> Logits | None:
+        """Chunks for a while; all of them if that would not take longer, or if the job is to be alone."""
+
         def advance() -> Logits | None:
             if work.ended:
                 raise Cancelled
             with self._station.vitals.device_call():
                 return running.advance(outbound.put, lambda: work.ended)
 
-        loop, logits = asyncio.get_running_loop(), None
-        async with self._turn:
-            running = self._device.begin(prompt)
-            while logits is None:
-                began, tokens = time.monotonic(), min(work.left, self._station.config.chunk)
-                logits = await loop.run_in_executor(self._compute, advance)
-                self._reach = int(tokens * AHEAD_SECONDS / (time.monotonic() - began))
-                self._computed(work, tokens)
-            self._computed(work, work.left)
-        return logits
+        ends = time.monotonic() + AHEAD_SECONDS
+        while work.left <= self._reach or work.lease.attempt > 1 or time.monotonic() < ends:
+            began, tokens = time.monotonic(), min(work.left, self._station.config.chunk)
+            logits = await asyncio.get_running_loop().run_in_executor(self._compute, advance)
+            self._reach = int(tokens * AHEAD_SECONDS / (time.monotonic() - began))
+            if logits is not None:
+                self._computed(work, work.left)
+                return logits
+            self._computed(work, tokens)
+        return None
+
+    async def _let_short_ones_pass(self, work: Work) -> None:
+        """Once they are ready: then they stand before it in the line for the device."""
+        if self._station.draining.is_set():
+            return
+        with contextlib.suppress(RedisAway, RedisRefused):  # nobody passes, then
+            answer = await self._lease(passing=work)
+            if not isinstance(answer, Nothing):
+                ready = [asyncio.ensure_future(short.ready.wait()) for short in answer]
+                _, late = await asyncio.wait(ready, timeout=READY_SECONDS)
+                for waiting in late:
+                    waiting.cancel()
 
     async def _first_token(self, work: Work, generation: Generation, logits: Logits) -> bool:
         """Draws and logs it. True if the job is over with it."""

@@ -1,9 +1,10 @@
 -- ARGV  2 worker  3 random part of the new lease ids  4 jobs at most  5 tokens of them together, if it is more than one
---       6 '1': the worker has others in hand
+--       6 '1': the worker has others in hand  7 '1': the tokens bound a single job, too
 -- Jobs, and a credit for each. Without any, the answer holds the wake mark to wait from, so that no wake-up is lost.
 -- Answers ok, and of each job its id, lease, attempt, credit, endpoint, request and length of its log; or none, or alone if the
 -- next one is for empty hands only, and the mark.
 local worker, random, most, tokens, others = ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6] == '1'
+local short = ARGV[7] == '1'
 
 -- No more than its share: who is idle could begin at once.
 if most > 1 then
@@ -37,7 +38,7 @@ local answer, taken, no = {'ok'}, 0, 'none'
 local function joins(job)
   tokens = tokens - job.length
   if job.attempt > 0 then return taken == 0 and not others end
-  return taken == 0 or tokens >= 0
+  return tokens >= 0 or taken == 0 and not short
 end
 
 -- All that is read of a job.

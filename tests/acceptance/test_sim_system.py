@@ -5,8 +5,6 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -223,7 +221,6 @@ def test_priorities_go_first(system: System) -> None:
     assert order == jobs[::-1]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness is of whole processes")
 def test_jobs_are_leased_while_another_is_computed_and_none_long_before_its_turn(system: System) -> None:
     """Without the first, the device idles for some round trips before each job; without the second, jobs wait in one worker's
     hands while another one is free."""
@@ -244,26 +241,26 @@ def test_jobs_are_leased_while_another_is_computed_and_none_long_before_its_turn
         assert job["prefilling"] >= long_before["first_token"]
 
 
-def test_the_thread_that_computes_prompts_gives_way_and_no_other_does(system: System) -> None:
-    """Without it a long prompt takes half of the time that running answers need, where both share the cores."""
-
-    def nice(process: "subprocess.Popen[bytes]") -> list[int]:
-        """Of its threads, and of its keeper's."""
-        tasks = [
-            task
-            for one in (psutil.Process(process.pid), *psutil.Process(process.pid).children())
-            for task in Path(f"/proc/{one.pid}/task").iterdir()
-        ]
-        return sorted(int((task / "stat").read_text().rpartition(")")[2].split()[16]) for task in tasks)
-
-    system.environ["KVR_PREFILL_NICE"] = "19"
+def test_short_prompts_pass_a_long_one_that_is_computed_and_it_goes_on_between_them(system: System) -> None:
+    """Without slices all wait for the long one; if short ones had no bound, it would wait for all."""
+    system.environ |= {"KVR_SIM_PREFILL_US": "1000", "KVR_CHUNK": "50"}
     system.start("api")
-    (prefill,), (decode,) = system.start("prefill"), system.start("decode")
-    system.wait_ready()
-    system.finished(system.submit(prompt(10), max_tokens=2))
-    base = os.getpriority(os.PRIO_PROCESS, 0)
-    assert set(nice(decode)) == {base}
-    assert (nice(prefill)[-1], set(nice(prefill)[:-1])) == (19, {base})
+    wait_for(system.answers, "the API answers")
+    warm = system.submit(prompt(20), max_tokens=1)
+    system.start("prefill")
+    system.start("decode")
+    system.finished(warm)  # the worker knows how fast its device is
+    long = system.submit(prompt(1500), max_tokens=1)
+    wait_for(lambda: system.redis.hget(system.key(f"job:{long}"), "status") == "prefilling", "the long one has begun")
+    short = [system.submit(prompt(20, n), max_tokens=1) for n in range(100)]
+    ended = {
+        job: int(system.finished(job) and system.redis.hget(system.key(f"job:{job}"), "ended"))
+        for job in [long, *short]
+    }
+    assert system.tokens(long) == expected(prompt(1500), 1)
+    assert [system.tokens(job) for job in short] == [expected(prompt(20, n), 1) for n in range(100)]
+    before = sum(ended[job] < ended[long] for job in short)
+    assert 10 < before < 100, "some pass, not all"
 
 
 def test_memory_and_descriptors_stay_flat_over_two_thousand_jobs(system: System) -> None:

@@ -180,8 +180,8 @@ async def test_a_lease_brings_the_job_its_credit_and_where_to_send_the_cache(han
     assert await hands.credits() == []
 
 
-async def several(hands: Hands, most: int = 8, tokens: int = 100, others: bool = False) -> list[str]:
-    answer = await hands.queue.lease("p1", most=most, tokens=tokens, others=others)
+async def several(hands: Hands, most: int = 8, tokens: int = 100, **how: bool) -> list[str]:
+    answer = await hands.queue.lease("p1", most=most, tokens=tokens, **how)
     return [lease.job_id for lease in answer] if isinstance(answer, list) else []
 
 
@@ -207,6 +207,16 @@ async def test_jobs_are_leased_together_only_if_their_prompts_are_short(hands: H
         await hands.credit()
     assert await several(hands, tokens=100) == ["0", "1"]
     assert await several(hands, tokens=0) == ["2"]
+
+
+async def test_only_a_short_job_is_leased_to_pass_a_long_one(hands: Hands) -> None:
+    """Without, a second long prompt would pass the first one, and wait in hand behind its next slice."""
+    for job_id, length in (("short", 40), ("long", 41), ("other", 40)):
+        await hands.submit(job_id, replace(JOB, prompt=(1,) * length))
+        await hands.credit()
+    assert await several(hands, tokens=40, others=True, short=True) == ["short"]
+    assert await several(hands, tokens=40, others=True, short=True) == [], "nor does it pass others in the line"
+    assert await several(hands, tokens=40, others=True) == ["long"]
 
 
 async def test_a_worker_takes_no_more_jobs_at_once_than_its_share_of_the_line(hands: Hands) -> None:
