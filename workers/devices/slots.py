@@ -1,7 +1,10 @@
 """The memory that a decode device's KV caches stand in, and which of its slots are the rows of a step."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 from pipeline.config import Config
@@ -14,18 +17,28 @@ class Batch:
     """The rows of one step: which slots, and where in their layers they stand; computed once for all layers."""
 
     def __init__(self, slots: list[int], lengths: list[int], device: torch.device) -> None:
-        self.slots = slots
+        self.slots = np.array(slots)
         self.rows = torch.tensor(slots, device=device)
         self.positions = torch.tensor(lengths, device=device)
-        self._lengths = lengths
-        self._places: dict[int, tuple[torch.Tensor, list[int]]] = {}
+        self._lengths = np.array(lengths)
+        self._places: dict[int, Places] = {}
 
-    def places(self, width: int) -> tuple[torch.Tensor, list[int]]:
-        """In layers that hold `width` tokens a slot: where each row writes, and how many tokens it then sees."""
+    def places(self, width: int) -> "Places":
+        """In layers that hold `width` tokens a slot."""
         if width not in self._places:
-            seen = [min(length + 1, width) for length in self._lengths]
-            self._places[width] = self.positions % width, seen
+            self._places[width] = Places(
+                self._lengths % width, np.minimum(self._lengths + 1, width), self.positions % width
+            )
         return self._places[width]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Of each row: where it writes, how many tokens it then sees, and again where it writes, on the device."""
+
+    at: NDArray[np.int64]
+    seen: NDArray[np.int64]
+    at_there: torch.Tensor
 
 
 class LayerSlots:
@@ -55,13 +68,9 @@ class LayerSlots:
 
     def write(self, batch: Batch, kv: torch.Tensor) -> list[int]:
         """One new token a row: `[rows, 2, kv_heads, head_dim]`. Answers how many tokens each row sees now."""
-        at, seen = batch.places(self.width)
-        self._store[:, batch.rows, :, at] = kv
-        return seen
-
-    def clear(self, slot: int, start: int, end: int) -> None:
-        """Zeros at tokens [start, end), where an earlier job's stood. Of a ring that went round: all that is not younger."""
-        self._store[:, slot, :, min(start, self.width) : min(end, self.width)] = 0
+        places = batch.places(self.width)
+        self._store[:, batch.rows, :, places.at_there] = kv
+        return places.seen.tolist()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -215,7 +215,6 @@ class TorchDecode:
         self.max_tokens = loaded.config.context
         self._length = [0] * self.slots  # tokens in the cache; 0: idle
         self._input = [0] * self.slots
-        self._used = [0] * self.slots  # tokens of this job or an earlier one; behind them are zeros
         config, device = loaded.config, loaded.device
         try:
             self._layers = [LayerSlots(config, self.geometry, layer, device) for layer in self.geometry.layers]
@@ -229,16 +228,13 @@ class TorchDecode:
             raise DeviceError(f"slot {slot} is in use")
         if not 0 <= start < start + tokens <= self.max_tokens:
             raise DeviceError(f"tokens {start} to {start + tokens} do not fit the {self.max_tokens} that a slot holds")
-        self._used[slot] = max(self._used[slot], start + tokens)
         self._layers[layer].insert(slot, start, tokens, k, v)
 
     def begin(self, slot: int, length: int, token: int) -> None:
         if not 0 < length < self.max_tokens:
             raise DeviceError(f"{length} tokens leave no room to step in a slot of {self.max_tokens}")
         self._loaded.check_tokens([token])
-        for layer in self._layers:
-            layer.clear(slot, length, self._used[slot])
-        self._used[slot] = self._length[slot] = length
+        self._length[slot] = length
         self._input[slot] = token
 
     def commit(self, slot: int, token: int) -> None:
@@ -251,8 +247,6 @@ class TorchDecode:
         lengths = [self._length[slot] for slot in active]
         if not active or max(lengths) >= self.max_tokens:
             raise DeviceError(f"a step needs a slot that has begun, and none with all its {self.max_tokens} tokens")
-        for slot in active:
-            self._used[slot] = self._length[slot] + 1  # also if the forward fails
         tokens = torch.tensor([self._input[slot] for slot in active], device=self._loaded.device)
         logits = self._loaded.capped(self._forward.logits(tokens, Batch(active, lengths, self._loaded.device)))
         for slot in active:
