@@ -102,12 +102,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _prefill(config: Config, arguments: argparse.Namespace) -> int:
+    _with_huge_pages(config.prefill_device)
     if arguments.stdio:
         return stdio.serve(config, arguments.factory)
     return asyncio.run(_work("prefill", config, arguments.factory))
 
 
 def _decode(config: Config, arguments: argparse.Namespace) -> int:
+    _with_huge_pages(config.decode_device)
     return asyncio.run(_work("decode", config, arguments.factory))
 
 
@@ -190,6 +192,13 @@ def _numbers(text: str) -> list[int]:
 
 def _device(role: str, config: Config) -> str:
     return config.prefill_device if role == "prefill" else config.decode_device
+
+
+def _with_huge_pages(device: str) -> None:
+    """Weights in pages of 2 MB: a decode step of few rows takes a fifth less. glibc wants to know before the process begins."""
+    if device == "cpu" and sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
+        os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+        os.execv(sys.executable, sys.orig_argv)  # noqa: S606 - this program again
 
 
 async def _work(role: str, config: Config, factory: str) -> int:
