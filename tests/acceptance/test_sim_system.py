@@ -5,6 +5,8 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -261,6 +263,29 @@ def test_short_prompts_pass_a_long_one_that_is_computed_and_it_goes_on_between_t
     assert [system.tokens(job) for job in short] == [expected(prompt(20, n), 1) for n in range(100)]
     before = sum(ended[job] < ended[long] for job in short)
     assert 10 < before < 100, "some pass, not all"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness is of whole processes")
+def test_the_thread_that_computes_prompts_gives_way_and_no_other_does(system: System) -> None:
+    """Without it a long prompt takes half of the time that running answers need, where both share the cores."""
+
+    def nice(process: "subprocess.Popen[bytes]") -> list[int]:
+        """Of its threads, and of its keeper's."""
+        tasks = [
+            task
+            for one in (psutil.Process(process.pid), *psutil.Process(process.pid).children())
+            for task in Path(f"/proc/{one.pid}/task").iterdir()
+        ]
+        return sorted(int((task / "stat").read_text().rpartition(")")[2].split()[16]) for task in tasks)
+
+    system.environ["KVR_PREFILL_NICE"] = "19"
+    system.start("api")
+    (prefill,), (decode,) = system.start("prefill"), system.start("decode")
+    system.wait_ready()
+    system.finished(system.submit(prompt(10), max_tokens=2))
+    base = os.getpriority(os.PRIO_PROCESS, 0)
+    assert set(nice(decode)) == {base}
+    assert (nice(prefill)[-1], set(nice(prefill)[:-1])) == (19, {base})
 
 
 def test_memory_and_descriptors_stay_flat_over_two_thousand_jobs(system: System) -> None:
