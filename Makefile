@@ -15,7 +15,7 @@ endif
 ATOM := .venv-atom
 RNGD := .venv-rngd
 
-.PHONY: run test lint bench clean env-atom test-atom env-rngd check-rngd \
+.PHONY: run test lint bench profile clean env-atom test-atom env-rngd check-rngd \
   .check-rngd validate-models chaos soak chaos-report fuzz
 
 run: $(VENV)/.installed
@@ -75,6 +75,10 @@ fuzz: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/kvrelay bench --suite --rounds $(or $(ROUNDS),1) $(if $(RIVAL),--rival $(RIVAL)) $(if $(RIVAL_URL),--rival rival=$(RIVAL_URL))
 	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python -m pytest -m benchmark -s -q tests/benchmarks
+
+# where time goes, for a job and for a step. For an idle machine, where you may look into your own processes (macOS: as root)
+profile: $(VENV)/.installed-dev
+	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python -m tests.benchmarks.profiler
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
