@@ -107,6 +107,11 @@ class Config:
 
     sim_prefill_us: float = _setting(50.0, "sim: microseconds of prefill per prompt token")
     sim_step_ms: float = _setting(5.0, "sim: milliseconds of one decode step")
+    sim_row_ms: float = _setting(0.0, "sim: milliseconds more of it for each job that it steps")
+    sim_insert_us: float = _setting(0.0, "sim: microseconds of putting a prompt token's KV into the decode chip")
+    sim_chip: str = _setting(
+        "", "sim: name of a chip that all workers with this name in KVR_LOCKS use by turns; empty: each has its own"
+    )
     sim_layers: int = _setting(2, "sim: layers of its KV cache")
 
     log_level: str = _setting("INFO", "DEBUG, INFO, WARNING or ERROR")
@@ -131,6 +136,8 @@ class Config:
             value, least = getattr(self, setting.name), _LEAST.get(setting.name)
             if isinstance(value, (int, float)) and not (least or 0) <= value < 1 << 40:
                 raise _wrong(setting.name, value, f"must be at least {least or 0} and below 2^40")
+        if not re.fullmatch(r"[\w-]*", self.sim_chip):
+            raise _wrong("sim_chip", self.sim_chip, "must be a name of letters, digits, - and _")
         if self.prefill_nice > 19:
             raise _wrong("prefill_nice", self.prefill_nice, "must be 0 to 19")
         if not 0 < self.port < 65536:

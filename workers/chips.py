@@ -1,6 +1,7 @@
 """Who has which chip: a worker holds a lock on each of its own, and the kernel releases it with the process.
 
-The locks are files in KVR_LOCKS, one folder for the whole machine: containers that share chips must share it.
+Or two workers use one chip by turns. The locks are files in KVR_LOCKS, one folder for the whole machine: containers that
+share chips must share it.
 """
 
 import contextlib
@@ -23,6 +24,28 @@ class Chips:
     def release(self) -> None:
         while self.descriptors:
             os.close(self.descriptors.pop())
+
+
+class SharedChip:
+    """A chip that processes use for one call at a time.
+
+    Whoever waits holds the `next` lock, so that whoever just had the chip comes after it: two take turns, and with one lock
+    alone the faster one would keep the other from it."""
+
+    def __init__(self, locks: str, device: str, name: str) -> None:
+        self._next, self._chip = (_open(Path(locks) / f"kvrelay-{device}-{name}.{lock}") for lock in ("next", "chip"))
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        fcntl.flock(self._next, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._chip, fcntl.LOCK_EX)
+        finally:
+            fcntl.flock(self._next, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._chip, fcntl.LOCK_UN)
 
 
 def claim(locks: str, device: str, among: Sequence[int], count: int) -> Chips:

@@ -50,6 +50,19 @@ def test_answers_of_many_jobs_are_right_and_nothing_is_left_over(system: System)
     system.wait_idle()
 
 
+def test_answers_are_right_where_both_halves_share_a_chip(system: System, tmp_path: Path) -> None:
+    """Without an end to each call's turn the other half would wait for ever."""
+    system.environ |= {"KVR_SIM_CHIP": "one", "KVR_LOCKS": str(tmp_path), "KVR_CHUNK": "50"}
+    system.start_all()
+    jobs = {
+        system.submit(prompt(100 + 50 * n, n), max_tokens=10 + n): (prompt(100 + 50 * n, n), 10 + n) for n in range(8)
+    }
+    for job, (tokens, count) in jobs.items():
+        assert system.finished(job)["status"] == "finished"
+        assert system.tokens(job) == expected(tokens, count)
+    system.wait_idle()
+
+
 def test_waiting_jobs_show_in_xlen_while_workers_are_stopped_and_started(system: System) -> None:
     system.start("api")
     wait_for(system.answers, "the API answers")

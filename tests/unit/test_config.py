@@ -19,6 +19,7 @@ BAD = [
     ("KVR_SERVED_NAME", "}", "braces"),
     ("KVR_PREFILL_DEVICE", "tpu", "one of cpu, cuda"),
     ("KVR_DECODE_DEVICE", "CPU", "one of atom, cpu, cuda, sim"),
+    ("KVR_SIM_CHIP", "../a", "must be a name of letters, digits, - and _"),
     ("KVR_PREFILL_DEVICE", "atom", "one of cpu, cuda, rngd, sim"),
     ("KVR_RNGD_WIDTHS", "128;512", "numbers of tokens, as in 128,512,2048"),
     ("KVR_RNGD_FUSION", "3", "1, 2, 4, 8, 16 or 32"),

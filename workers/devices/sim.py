@@ -3,10 +3,14 @@
 It takes the time that a given chip would take, and derives each token from the KV bytes that it holds: every byte at its
 place, of every layer. So a cache that arrives with one wrong byte, in the wrong order or in the wrong slot gives another
 text than `expected` says.
+
+A prefill and a decode worker can be on one chip (KVR_SIM_CHIP): then a call of one waits until the other's is over.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +20,7 @@ from pipeline.config import Config
 from pipeline.errors import Cancelled, ConfigError, DeviceError
 from pipeline.geometry import Geometry, Layer
 from pipeline.model import Model
+from workers.chips import SharedChip
 from workers.devices import Logits, OnLayer
 
 VOCAB = 257
@@ -53,6 +58,7 @@ class SimPrefill:
         self.max_tokens = config.context
         self.chunk = config.chunk
         self.token_seconds = config.sim_prefill_us / 1e6
+        self.turn = _turns(config)
 
     def begin(self, tokens: Sequence[int]) -> "SimPrompt":
         return SimPrompt(self, list(tokens))
@@ -66,6 +72,10 @@ class SimPrompt:
         self._state = 0
 
     def advance(self, on_layer: OnLayer, cancelled: Callable[[], bool]) -> Logits | None:
+        with self._device.turn():
+            return self._advance(on_layer, cancelled)
+
+    def _advance(self, on_layer: OnLayer, cancelled: Callable[[], bool]) -> Logits | None:
         start, end = self._done, min(self._done + self._device.chunk, len(self._tokens))
         layers = len(self._device.geometry.layers)
         halves: dict[int, U64] = {}
@@ -88,7 +98,9 @@ class SimDecode:
         self.slots = config.slots
         self.max_tokens = config.context
         self.figures: dict[str, str | int] = {}
-        self._step_seconds = config.sim_step_ms / 1e3
+        self._turn = _turns(config)
+        self._step_seconds, self._row_seconds = config.sim_step_ms / 1e3, config.sim_row_ms / 1e3
+        self._insert_seconds = config.sim_insert_us / 1e6
         self._state = [0] * self.slots  # grows while KV comes in
         self._length = [0] * self.slots  # tokens in the cache; 0: idle
         self._input = [0] * self.slots
@@ -101,13 +113,18 @@ class SimDecode:
             self._state[slot] += _sum(rows, layer, side, start)
 
     def begin(self, slot: int, length: int, token: int) -> None:
+        if self._insert_seconds:
+            with self._turn():
+                time.sleep(length * self._insert_seconds)
         self._length[slot], self._input[slot] = length, token
 
     def commit(self, slot: int, token: int) -> None:
         self._input[slot] = token
 
     def step(self) -> Logits:
-        time.sleep(self._step_seconds)
+        rows = sum(length > 0 for length in self._length)
+        with self._turn():
+            time.sleep(self._step_seconds + rows * self._row_seconds)
         answers = [FIRST] * self.slots
         for slot, length in enumerate(self._length):
             if length:
@@ -126,6 +143,12 @@ def _check(config: Config, model: Model) -> None:
         raise DeviceError("the sim device serves only KVR_MODEL=sim: it has no use for weights")
     if config.context > (limit := model.config["max_position_embeddings"]):
         raise ConfigError("KVR_CONTEXT", config.context, f"the sim model holds at most {limit} tokens")
+
+
+def _turns(config: Config) -> Callable[[], AbstractContextManager[None]]:
+    if not config.sim_chip:
+        return contextlib.nullcontext
+    return SharedChip(config.locks, "sim", config.sim_chip).turn
 
 
 def _geometry(config: Config) -> Geometry:
