@@ -148,7 +148,7 @@ def _suite(config: Config, arguments: argparse.Namespace, slo: Slo, asked: Seque
             "streams": point.streams,
             "requests": point.requests,
             "interfere": point.interfere,
-            "seed": arguments.seed + number,
+            "seed": arguments.seed * len(POINTS) + number,
         }
         report = _measured(config, argparse.Namespace(**words), slo, asked, tell=False)
         print(f"\n{point.title}")
