@@ -37,8 +37,8 @@ from tests.chaos.redis_server import RedisServer
 from workers.versions import versions
 
 PROMPT, OUTPUT, STREAMS = 128, 64, 4
-FIRST_JOBS, JOBS = 2 * STREAMS, 40  # those that do not count; and about 30 s
-SAMPLES_A_SECOND = 100
+FIRST_JOBS, UNDISTURBED_JOBS, JOBS = 2 * STREAMS, 40, 100  # the last ones take more than a minute
+SAMPLES_A_SECOND = 25  # of each process; each stops it for some milliseconds, and 100 took a quarter of the speed
 SAME_STEP = 0.010  # seconds between two tokens of one step at the client, at most
 
 
@@ -117,7 +117,7 @@ def profiled(system: System, redis_pid: int, folder: Path, tokenizer: Tokenizer)
     (serving,) = (child for child in psutil.Process(api.pid).children() if "keeper" not in child.cmdline())
     pids = {"api": serving.pid, "prefill": prefill.pid, "decode": decode.pid}
     run(system, tokenizer, FIRST_JOBS)
-    undisturbed = run(system, tokenizer, JOBS)
+    undisturbed = run(system, tokenizer, UNDISTURBED_JOBS)
     with sampling(pids, folder):
         before = cpu_seconds(pids | {"redis": redis_pid})
         work = run(system, tokenizer, JOBS)
