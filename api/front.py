@@ -113,12 +113,13 @@ class Front:
         self, job_ids: Sequence[str], key: ApiKey, after: int = 0
     ) -> AsyncIterator[tuple[int, list[Entry]]]:
         """(number of the job, entries) until all have ended, [] now and then; a deadline that passes meanwhile ends one. While
-        Redis is away it pauses.
+        Redis is away it pauses, from the beginning: the response may have begun already.
 
-        Raises JobUnknown or JobGone, as `expect`; RedisAway at the beginning, and later once no job can be left to follow.
+        Raises JobUnknown or JobGone, as `expect`; RedisAway once no job can be left to follow.
         """
-        for job_id in job_ids:
-            await self.expect(job_id, key)
+        with contextlib.suppress(RedisAway):
+            for job_id in job_ids:
+                await self.expect(job_id, key)
         clock = asyncio.get_running_loop().time
         heard = clock()
         async for number, entries in self.reader.follow(job_ids, after):

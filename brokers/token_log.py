@@ -104,15 +104,14 @@ class LogReader:
         followers = {follower: self._store.keys.tokens(job_ids[number]) for number, follower in open_logs.items()}
         self._followers |= followers
         try:
-            await self._interrupt(*followers)
+            await self._hear_of(*followers)
             while open_logs:
                 await _wait(news, SILENCE_SECONDS)
                 came = {number: follower for number, follower in open_logs.items() if follower.entries}
                 for number, follower in (came or dict(open_logs)).items():
                     entries, follower.entries = follower.entries, []
                     if len(entries) >= BACKLOG:  # it had been passed over, and has room again
-                        with contextlib.suppress(RedisAway):  # then the next connection reads for it anyway
-                            await self._interrupt(follower)
+                        await self._hear_of(follower)
                     if entries and entries[-1].end is not None:
                         del open_logs[number]
                     yield number, entries
@@ -161,6 +160,10 @@ class LogReader:
                 follower.entries += new
                 follower.position = new[-1].index + 1
                 follower.news.set()
+
+    async def _hear_of(self, *newcomers: Follower) -> None:
+        with contextlib.suppress(RedisAway):  # then the next connection reads for them anyway
+            await self._interrupt(*newcomers)
 
     @translated
     async def _interrupt(self, *newcomers: Follower) -> None:

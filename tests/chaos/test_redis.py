@@ -13,10 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from api.front import Front
+from api.text import PromptCodec
+from brokers.api_keys import NOBODY
 from brokers.queue import JobQueue
 from brokers.store import Store
 from pipeline.config import Config
 from pipeline.job import Job, Priority
+from pipeline.model import Model
 from pipeline.sampling import SamplingParams
 from tests.acceptance.system import wait_for
 from tests.chaos.conftest import Chaos, Client, prompt
@@ -97,6 +101,28 @@ def test_a_stream_pauses_while_redis_is_away_and_goes_on(server: RedisServer, sy
     text = "".join(json.loads(event["data"])["choices"][0]["text"] for event in events[:-1])
     assert text == "".join(map(chr, expected(tokens, 300)))
     system.wait_idle(20)
+
+
+async def test_a_stream_whose_response_has_just_begun_when_redis_goes_waits_too(
+    server: RedisServer, system: Chaos
+) -> None:
+    """R2. Without patience at the beginning of `follow` it would be 200 and then an error."""
+    job = system.submit(prompt(60), max_tokens=COUNT)
+    store = Store(system.config)
+    front = Front(system.config, PromptCodec(Model.locate(system.config), system.config.context), store)
+    reading = asyncio.create_task(front.reader.run())
+    server.kill()
+    batches = front.follow([job], NOBODY)
+    first = asyncio.create_task(anext(batches))
+    await asyncio.sleep(1)  # by then it has asked Redis, in vain
+    server.start()
+    entries = (await first)[1]
+    async with asyncio.timeout(60):
+        async for _, more in batches:
+            entries += more
+    reading.cancel()
+    await store.close()
+    assert [entry.token for entry in entries[:-1]] == expected(prompt(60), COUNT)
 
 
 def test_a_client_that_leaves_while_redis_is_away_cancels_its_job_all_the_same(
