@@ -16,7 +16,7 @@ PYTHON = "Python"  # the rest: event loops, and what we do in between
 
 #: Group → frames, as in "Norm.__call__ (workers/devices/forward.py:98)". Of a stack, the last frame that is in one decides.
 GROUPS = {
-    "matmul": re.compile(r"Packed\.__call__ |Linear\.forward "),
+    "matmul": re.compile(r"(OneDNN|Panels)\.__call__ |Linear\.forward "),
     "attention": re.compile(r"Attention\.|sdpa_attention_forward "),
     "sampling": re.compile(r".*\((workers/sampler|pipeline/(sampling|constraint))\.py"),
     "KV cache": re.compile(

@@ -54,16 +54,24 @@ def milliseconds(devices: list[TorchDecode]) -> list[float]:
 
 
 def matmul_milliseconds(device: TorchDecode, rows: int) -> float:
-    """Of the own forward's matrices alone: what oneDNN makes of the memory's speed."""
+    """Of the own forward's matrices alone: what they make of the memory's speed."""
     forward = device._forward
-    matrices = [getattr(block, name) for block in forward._blocks for name in ("qkv", "output", "gate_up", "down")]
-    inputs = [torch.randn(rows, matrix._weight.shape[1]).to(forward._dtype) for matrix in (*matrices, forward._head)]
+    matrices = [
+        (getattr(block, name), x)
+        for block in forward._blocks
+        for name, x in {
+            "qkv": forward._normed,
+            "output": forward._attended,
+            "gate_up": forward._normed,
+            "down": forward._gated,
+        }.items()
+    ]
     taken = []
     for _ in range(STEPS):
         started = time.perf_counter()
         with torch.inference_mode():
-            for matrix, x in zip((*matrices, forward._head), inputs, strict=True):
-                matrix(x)
+            for matrix, x in (*matrices, (forward._head, forward._normed)):
+                matrix(x, rows)
         taken.append(1000 * (time.perf_counter() - started))
     return statistics.median(taken)
 

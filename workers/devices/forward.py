@@ -1,5 +1,5 @@
-"""A decode step on the CPU without transformers' forward: one token a row, weights fused and packed for oneDNN, and between the
-matrices the loops of `kernels.py`.
+"""A decode step on the CPU without transformers' forward: one token a row, weights fused and packed (`matrices.py`), and
+between them the loops of `kernels.py`.
 
 Known are the models of `family.py` as transformers 5 builds them. `unknown` says what of a model is not, and then transformers
 computes it. Numbers between the layers are float32 whatever the weights are, so there is less rounding here than there.
@@ -7,12 +7,10 @@ computes it. Numbers between the layers are float32 whatever the weights are, so
 
 import contextlib
 import ctypes
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -21,6 +19,7 @@ from torch.nn import Linear
 from pipeline.geometry import Geometry
 from workers.devices import kernels
 from workers.devices.family import kinds_of
+from workers.devices.matrices import Matrix, Rows, array, drop, packed, threads
 from workers.devices.slots import Batch, LayerSlots
 
 DECODERS = ("LlamaModel", "Qwen2Model", "Qwen3Model", "Gemma3TextModel")
@@ -34,7 +33,7 @@ MORE_NORMS = {"self_attn.q_norm", "self_attn.k_norm", "pre_feedforward_layernorm
 ACTIVATION = "mlp.act_fn"
 GATES = {"SiLUActivation": kernels.gate_silu, "SiLU": kernels.gate_silu, "GELUTanh": kernels.gate_gelu}
 
-THREAD_TOKENS = 500  # of a KV head are enough for another thread: it takes as long as the way to it and back, 40 µs
+THREAD_TOKENS = 500  # of a KV head are enough for another thread: they take 10 µs and more
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
@@ -58,21 +57,6 @@ def unknown(decoder: Any, head: Any, dtype: torch.dtype) -> str | None:
     return None if type(head) is Linear else "the head is no plain linear layer"
 
 
-class Packed:
-    """One linear layer, or several that have the same input, as one."""
-
-    def __init__(self, modules: list[Linear], rows: int) -> None:
-        weights = [module.weight for module in modules]
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        self._bias = _bias(modules)
-        _drop(modules)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
-        return y
-
-
 class Embedding:
     """The plain rows of the vocabulary; where the head shares them, it has a packed copy beside them.
 
@@ -83,7 +67,7 @@ class Embedding:
         short = module.weight.to(torch.bfloat16, copy=True)  # the plain one may be a mapping of the whole checkpoint
         self._rows = short if bool((short == module.weight).all()) else module.weight
         self._scale = float(module.embed_scale.to(dtype)) if hasattr(module, "embed_scale") else 1.0  # Gemma's
-        _drop([module])
+        drop([module])
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """float32 `[rows, hidden]`."""
@@ -100,7 +84,7 @@ class Norm:
         self.weights: Floats = stacked.numpy()
         self.weight: Floats = self.weights[0] if weights else self.weights.reshape(-1)
         self.eps = np.float32((getattr(modules[0], "variance_epsilon", None) or modules[0].eps) if modules else 0)
-        _drop(modules)
+        drop(modules)
 
 
 @dataclass(slots=True)
@@ -113,27 +97,15 @@ class Block:
     kind: str
     scale: np.float32
     before_attention: Norm
-    qkv: Packed
+    qkv: Matrix
     heads: Norm
-    output: Packed
+    output: Matrix
     after_attention: Norm
     before_mlp: Norm
-    gate_up: Packed
+    gate_up: Matrix
     gate: Any
-    down: Packed
+    down: Matrix
     after_mlp: Norm
-
-
-class Rows:
-    """Memory for the rows of a step, as Numba and as PyTorch have it."""
-
-    def __init__(self, rows: int, width: int, dtype: torch.dtype) -> None:
-        self._tensor = torch.empty(rows, width, dtype=dtype)
-        self.array = _array(self._tensor)
-
-    def __getitem__(self, rows: int) -> torch.Tensor:
-        """The first so many."""
-        return self._tensor[:rows]
 
 
 class PackedForward:
@@ -155,13 +127,14 @@ class PackedForward:
         ]
         self._norm = Norm(decoder.norm)
         self._embed = Embedding(decoder.embed_tokens, self._dtype)
-        self._head = Packed([head], rows)
+        self._head = packed([head], rows)
         self._query = np.empty((rows, self._heads, geometry.head_dim), np.float32)
         self._normed = Rows(rows, hf.hidden_size, self._dtype)
         self._attended = Rows(rows, self._heads * geometry.head_dim, self._dtype)
         self._gated = Rows(rows, hf.intermediate_size, self._dtype)
         self._attend = Attention(geometry, self._query, self._attended)
         self.logits(torch.zeros(1, dtype=torch.int64), Batch([0], [0], torch.device("cpu")))  # compiles the kernels
+        self._attend.compile(self._blocks[0])
         _trim()
 
     def logits(self, tokens: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -172,19 +145,19 @@ class PackedForward:
         turns = {kind: self._turn(embedded, batch, kind) for kind in {block.kind for block in self._blocks}}
         for block in self._blocks:
             self._normalize(x, block.before_attention)
-            qkv = _array(block.qkv(self._normed[count])).reshape(count, -1, self._geometry.head_dim)
+            qkv = array(block.qkv(self._normed, count)).reshape(count, -1, self._geometry.head_dim)
             places = batch.places(block.width)
             kernels.turn(
                 *(qkv, count, self._heads, *turns[block.kind], block.heads.weights, block.heads.eps),
                 *(self._query, block.k, block.v, batch.slots, places.at),
             )
             self._attend(block, batch.slots, places.seen)
-            self._add(x, block.output(self._attended[count]), block.after_attention)
+            self._add(x, block.output(self._attended, count), block.after_attention)
             self._normalize(x, block.before_mlp)
-            block.gate(_array(block.gate_up(self._normed[count])), count, self._gated.array)
-            self._add(x, block.down(self._gated[count]), block.after_mlp)
+            block.gate(array(block.gate_up(self._normed, count)), count, self._gated.array)
+            self._add(x, block.down(self._gated, count), block.after_mlp)
         self._normalize(x, self._norm)
-        return self._head(self._normed[count])
+        return self._head(self._normed, count)
 
     def _turn(self, x: torch.Tensor, batch: Batch, kind: str) -> tuple[Floats, Floats]:
         """RoPE's cosine and sine, `[rows, head_dim]`."""
@@ -196,7 +169,7 @@ class PackedForward:
         kernels.norm(x, len(x), norm.weight, norm.eps, self._normed.array)
 
     def _add(self, x: Floats, y: torch.Tensor, norm: Norm) -> None:
-        kernels.add(x, _array(y), len(x), norm.weight, norm.eps)
+        kernels.add(x, array(y), len(x), norm.weight, norm.eps)
 
 
 class Attention:
@@ -206,20 +179,25 @@ class Attention:
         self._query = query
         self._out = out.array.reshape(query.shape)
         self._kv_heads = geometry.kv_heads
-        self._threads = torch.get_num_threads()
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="attention")
+        self._threads = threads()
+
+    def compile(self, block: Block) -> None:
+        """What the first long answer would have to wait for."""
+        nothing: Ints = np.empty(0, np.int64)
+        if self._threads > 1:
+            kernels.attend_together(
+                self._query, block.k, block.v, nothing, nothing, block.scale, self._out, self._threads
+            )
 
     def __call__(self, block: Block, slots: Ints, seen: Ints) -> None:
-        def attend(first: int, last: int) -> None:
-            kernels.attend(self._query, block.k, block.v, slots, seen, first, last, block.scale, self._out)
-
+        operands = (self._query, block.k, block.v, slots, seen)
         pairs = len(slots) * self._kv_heads
-        threads = min(self._threads, pairs, 1 + int(seen.sum()) * self._kv_heads // THREAD_TOKENS)
-        bounds = [pairs * number // threads for number in range(threads + 1)]
-        others = [self._pool.submit(attend, *part) for part in pairwise(bounds[1:])]
-        attend(*bounds[:2])
-        for other in others:
-            other.result()
+        some = min(self._threads, pairs, 1 + int(seen.sum()) * self._kv_heads // THREAD_TOKENS)
+        if some == 1:
+            kernels.attend(*operands, 0, pairs, block.scale, self._out)
+        else:
+            numba.set_num_threads(some)
+            kernels.attend_together(*operands, block.scale, self._out, some)
 
 
 def _block(layer: Any, slots: LayerSlots, kind: str, hf: Any, rows: int) -> Block:
@@ -229,38 +207,21 @@ def _block(layer: Any, slots: LayerSlots, kind: str, hf: Any, rows: int) -> Bloc
     heads = [attention.q_norm] * hf.num_attention_heads + [attention.k_norm] * hf.num_key_value_heads if normed else []
     return Block(
         width=slots.width,
-        k=_array(slots.k),
-        v=_array(slots.v),
+        k=array(slots.k),
+        v=array(slots.v),
         kind=kind,
         scale=np.float32(attention.scaling),
         before_attention=Norm(layer.input_layernorm),
-        qkv=Packed([attention.q_proj, attention.k_proj, attention.v_proj], rows),
+        qkv=packed([attention.q_proj, attention.k_proj, attention.v_proj], rows),
         heads=Norm(*heads),
-        output=Packed([attention.o_proj], rows),
+        output=packed([attention.o_proj], rows),
         after_attention=Norm(layer.post_attention_layernorm) if sandwich else Norm(),
         before_mlp=Norm(layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm),
-        gate_up=Packed([mlp.gate_proj, mlp.up_proj], rows),
+        gate_up=packed([mlp.gate_proj, mlp.up_proj], rows),
         gate=GATES[type(mlp.act_fn).__name__],
-        down=Packed([mlp.down_proj], rows),
+        down=packed([mlp.down_proj], rows),
         after_mlp=Norm(layer.post_feedforward_layernorm) if sandwich else Norm(),
     )
-
-
-def _bias(modules: list[Linear]) -> torch.Tensor | None:
-    """Of Qwen2, Q, K and V have one; zeros where only some have."""
-    if all(module.bias is None for module in modules):
-        return None
-    return torch.cat([m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in modules])
-
-
-def _array(tensor: torch.Tensor) -> Any:
-    """The same memory; of bfloat16, which NumPy has not, the bits."""
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-
-
-def _drop(modules: Iterable[Any]) -> None:
-    for module in modules:
-        module.weight = module.bias = None
 
 
 def _trim() -> None:

@@ -7,11 +7,12 @@ Arrays of `[rows, …]` may be longer than there are rows. The dtype of weights 
 the bits (uint16).
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import njit, prange, types
 from numba.extending import intrinsic, overload
 
 F = np.float32
@@ -20,9 +21,9 @@ FAST = {"reassoc", "contract", "nsz", "arcp"}
 LOG2_E, LN_2 = F(1.4426950408889634), F(0.6931471805599453)
 
 
-def _compiled(function: Any) -> Any:
+def compiled(function: Any, *, parallel: bool = False) -> Any:
     """The result stays beside the source, or in the user's cache; where nothing can be written each start compiles anew."""
-    options = {"nogil": True, "fastmath": FAST, "error_model": "numpy"}
+    options = {"nogil": True, "fastmath": FAST, "error_model": "numpy", "parallel": parallel}
     try:
         return njit(cache=True, **options)(function)
     except RuntimeError:
@@ -51,7 +52,7 @@ def wide(number: Any) -> Any:
 
 
 def put(array: Any, index: int, number: Any) -> None:
-    """Writes a float32 as the array has them."""
+    """Writes a float32 as the array has them. Once in a function: with two of them Numba 0.68 mixes up their variables."""
     raise NotImplementedError("for compiled code")
 
 
@@ -104,7 +105,13 @@ def _scale_of(row: Any, eps: Any) -> Any:
     return F(1) / np.sqrt(total / F(len(row)) + eps)
 
 
-@_compiled
+@njit(fastmath=FAST)
+def _copy(row: Any, out: Any) -> None:
+    for i in range(len(row)):
+        put(out, i, wide(row[i]))
+
+
+@compiled
 def norm(x: Any, rows: int, weight: Any, eps: Any, out: Any) -> None:
     """RMSNorm. x: float32 `[rows, hidden]`; out: the same in the weights' dtype."""
     for r in range(rows):
@@ -113,7 +120,7 @@ def norm(x: Any, rows: int, weight: Any, eps: Any, out: Any) -> None:
             put(out[r], i, x[r, i] * scale * weight[i])
 
 
-@_compiled
+@compiled
 def add(x: Any, y: Any, rows: int, weight: Any, eps: Any) -> None:
     """x += y, float32 `[rows, hidden]` and the weights' dtype; through an RMSNorm if there is a weight."""
     row = np.empty(x.shape[1], F)
@@ -129,7 +136,7 @@ def add(x: Any, y: Any, rows: int, weight: Any, eps: Any) -> None:
                 x[r, i] += row[i]
 
 
-@_compiled
+@compiled
 def gate_silu(gate_up: Any, rows: int, out: Any) -> None:
     """out = silu(gate) × up. gate_up: `[rows, 2 × width]`."""
     width = out.shape[1]
@@ -141,7 +148,7 @@ def gate_silu(gate_up: Any, rows: int, out: Any) -> None:
             put(out[r], i, gate * share * wide(gate_up[r, width + i]))
 
 
-@_compiled
+@compiled
 def gate_gelu(gate_up: Any, rows: int, out: Any) -> None:
     """out = gelu(gate) × up, with the tanh that Gemma has."""
     width = out.shape[1]
@@ -155,7 +162,7 @@ def gate_gelu(gate_up: Any, rows: int, out: Any) -> None:
             put(out[r], i, F(0.5) * gate * (F(1) + tanh) * wide(gate_up[r, width + i]))
 
 
-@_compiled
+@compiled
 def turn(
     qkv: Any,
     rows: int,
@@ -196,14 +203,14 @@ def turn(
                 for i in range(size):
                     put(k[slots[r], h - heads, at[r]], i, turned[i])
         for h in range(kv_heads):
-            v[slots[r], h, at[r]] = qkv[r, heads + kv_heads + h]
+            _copy(qkv[r, heads + kv_heads + h], v[slots[r], h, at[r]])
 
 
-@_compiled
+@compiled
 def attend(q: Any, k: Any, v: Any, slots: Any, seen: Any, first: int, last: int, scale: Any, out: Any) -> None:
     """Of one token a row, each to the first `seen[row]` of its slot. q: float32 `[rows, heads, head_dim]`; k, v: `[slots,
     kv_heads, width, head_dim]`; out: `[rows, heads, head_dim]`. Rows and KV heads are one sequence here, of which [first, last)
-    are computed: so threads can share them."""
+    are computed."""
     kv_heads, size = k.shape[1], k.shape[3]
     group = q.shape[1] // kv_heads
     weights, total = np.empty((group, k.shape[2]), F), np.empty(size, F)
@@ -232,3 +239,11 @@ def attend(q: Any, k: Any, v: Any, slots: Any, seen: Any, first: int, last: int,
                     total[i] += row[t] * wide(values[t, i])
             for i in range(size):
                 put(out[r, head * group + g], i, total[i] / shares)
+
+
+@partial(compiled, parallel=True)
+def attend_together(q: Any, k: Any, v: Any, slots: Any, seen: Any, scale: Any, out: Any, threads: int) -> None:
+    """The same, of all rows."""
+    pairs = len(slots) * k.shape[1]
+    for thread in prange(threads):
+        attend(q, k, v, slots, seen, pairs * thread // threads, pairs * (thread + 1) // threads, scale, out)
