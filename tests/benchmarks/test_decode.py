@@ -55,22 +55,22 @@ def milliseconds(devices: list[TorchDecode]) -> list[float]:
 
 def matmul_milliseconds(device: TorchDecode, rows: int) -> float:
     """Of the own forward's matrices alone: what they make of the memory's speed."""
-    forward = device._forward
+    layers = device._layers._layers
     matrices = [
         (getattr(block, name), x)
-        for block in forward._blocks
+        for block in layers.blocks
         for name, x in {
-            "qkv": forward._normed,
-            "output": forward._attended,
-            "gate_up": forward._normed,
-            "down": forward._gated,
+            "qkv": layers._normed,
+            "output": layers._attended,
+            "gate_up": layers._normed,
+            "down": layers._gated,
         }.items()
     ]
     taken = []
     for _ in range(STEPS):
         started = time.perf_counter()
         with torch.inference_mode():
-            for matrix, x in (*matrices, (forward._head, forward._normed)):
+            for matrix, x in (*matrices, (layers._head, layers._normed)):
                 matrix(x, rows)
         taken.append(1000 * (time.perf_counter() - started))
     return statistics.median(taken)

@@ -14,7 +14,7 @@ import workers.devices.torch as torch_device
 from pipeline.config import Config
 from pipeline.model import SIM, Model
 from tests.unit.test_torch_device import FAMILIES, SMALL, WINDOW
-from workers.devices.forward import unknown
+from workers.devices.layers import unknown
 from workers.devices.torch import TorchDecode, open_decode
 
 SLOTS = 8

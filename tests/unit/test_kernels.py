@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from pipeline.geometry import Geometry, Layer
 from workers.devices import forward, kernels
-from workers.devices.forward import Attention, Rows
+from workers.devices.forward import Attention
+from workers.devices.matrices import Rows
 
 ROWS, HEADS, KV_HEADS, SIZE, WIDTH, SLOTS = 5, 6, 2, 24, 70, 9
 SEEN = np.array([1, 70, 33, 2, 64])
@@ -72,12 +73,12 @@ def test_attention_of_each_row_to_its_own_tokens_by_any_number_of_threads(
         ours = (part[slot, :, :seen].float().repeat_interleave(HEADS // KV_HEADS, 0) for part in (k, v))
         wanted.append(torch.nn.functional.scaled_dot_product_attention(query[row, :, None], *ours, scale=0.3)[:, 0])
     geometry = Geometry(model="m", kv_heads=KV_HEADS, head_dim=SIZE, dtype="bfloat16", layers=(Layer(),))
-    block = type("Block", (), {"k": array(k), "v": array(v), "scale": np.float32(0.3)})()
+    layer = type("Slots", (), {"k": array(k), "v": array(v)})()
     monkeypatch.setattr(forward, "THREAD_TOKENS", 1)
     for threads in (1, 3, 16):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         out = Rows(ROWS, HEADS * SIZE, dtype)
-        Attention(geometry, array(query), out)(block, SLOT_OF, SEEN)
+        Attention(geometry, array(query), out.array.reshape(query.shape))(layer, np.float32(0.3), SLOT_OF, SEEN)
         close(out[ROWS].view(ROWS, HEADS, SIZE), torch.stack(wanted).to(dtype))
 
 

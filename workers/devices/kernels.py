@@ -82,7 +82,7 @@ def _put(array, index, number):  # noqa: ARG001 - Numba compares the names with 
 
 
 @njit(inline="always", fastmath=FAST)
-def _exp(x: Any) -> Any:
+def exp(x: Any) -> Any:
     """Of a number up to 0, to 4e-6 of it: 2^n by its bits, the rest by Taylor's series. NumPy's is not vectorized here."""
     y = max(x, F(-87.0)) * LOG2_E
     n = np.int32(y - F(0.5))
@@ -143,7 +143,7 @@ def gate_silu(gate_up: Any, rows: int, out: Any) -> None:
     for r in range(rows):
         for i in range(width):
             gate = wide(gate_up[r, i])
-            e = _exp(-abs(gate))
+            e = exp(-abs(gate))
             share = (F(1) if gate >= F(0) else e) / (F(1) + e)
             put(out[r], i, gate * share * wide(gate_up[r, width + i]))
 
@@ -156,7 +156,7 @@ def gate_gelu(gate_up: Any, rows: int, out: Any) -> None:
         for i in range(width):
             gate = wide(gate_up[r, i])
             z = F(0.7978845608028654) * (gate + F(0.044715) * gate * gate * gate)
-            e = _exp(F(-2) * abs(z))
+            e = exp(F(-2) * abs(z))
             tanh = (F(1) - e) / (F(1) + e)
             tanh = tanh if z >= F(0) else -tanh
             put(out[r], i, F(0.5) * gate * (F(1) + tanh) * wide(gate_up[r, width + i]))
@@ -231,7 +231,7 @@ def attend(q: Any, k: Any, v: Any, slots: Any, seen: Any, first: int, last: int,
                 top = max(top, row[t])
             shares = F(0)
             for t in range(tokens):
-                row[t] = _exp(row[t] - top)
+                row[t] = exp(row[t] - top)
                 shares += row[t]
             total[:] = F(0)
             for t in range(tokens):

@@ -28,7 +28,9 @@ try:
     from transformers.cache_utils import Cache, DynamicLayer
 
     from workers.devices.family import geometry, load_weights, text_config, use_threads
-    from workers.devices.forward import PackedForward, unknown
+    from workers.devices.forward import PackedForward
+    from workers.devices.layers import unknown
+    from workers.devices.prompt import PackedPrompt, PackedPrompts, fit_prompts
     from workers.devices.slots import Batch, LayerSlots
 except ImportError as error:
     raise DeviceError(
@@ -80,6 +82,13 @@ class _Loaded:
         hidden: torch.Tensor = answer.last_hidden_state
         return hidden
 
+    def is_known(self) -> bool:
+        """The own forward can take it: on a CPU, where it knows the model. It says why if not."""
+        reason = unknown(self.decoder, self.head, self.dtype) if self.device.type == "cpu" else None
+        if reason:
+            log.warning("transformers computes this model: %s", reason, extra={"action": "transformers_forward"})
+        return self.device.type == "cpu" and reason is None
+
     def capped(self, logits: torch.Tensor) -> Logits:
         """logits: of the head, `[rows, vocab]`. The same in float32."""
         if self._softcap is not None:
@@ -98,12 +107,28 @@ class TorchPrefill:
         self._loaded = loaded
         self.geometry = loaded.geometry
         self.max_tokens = loaded.config.context
+        self._own: PackedPrompts | None = None
+        if loaded.is_known() and fit_prompts(loaded.geometry):
+            chunk = min(loaded.config.chunk, self.max_tokens)
+            self._own = PackedPrompts(loaded.decoder, loaded.head, loaded.geometry, chunk)
 
-    def begin(self, tokens: Sequence[int]) -> "TorchPrompt":
+    def begin(self, tokens: Sequence[int]) -> "TorchPrompt | OwnPrompt":
         self._loaded.check_tokens(tokens)
         if len(tokens) > self.max_tokens:
             raise DeviceError(f"{len(tokens)} prompt tokens; KVR_CONTEXT is {self.max_tokens}")
-        return TorchPrompt(self._loaded, tokens)
+        return (
+            TorchPrompt(self._loaded, tokens) if self._own is None else OwnPrompt(self._loaded, self._own.begin(tokens))
+        )
+
+
+class OwnPrompt:
+    def __init__(self, loaded: _Loaded, prompt: PackedPrompt) -> None:
+        self._loaded = loaded
+        self._prompt = prompt
+
+    def advance(self, on_layer: OnLayer, cancelled: Callable[[], bool]) -> Logits | None:
+        logits = self._prompt.advance(on_layer, cancelled)
+        return None if logits is None else self._loaded.capped(logits)[0]
 
 
 class TorchPrompt:
@@ -258,12 +283,8 @@ class TorchDecode:
 
 
 def _forward(loaded: _Loaded, layers: list[LayerSlots]) -> Forward:
-    """The own forward on a CPU, where it knows the model; else transformers'."""
-    if loaded.device.type == "cpu":
-        reason = unknown(loaded.decoder, loaded.head, loaded.dtype)
-        if reason is None:
-            return PackedForward(loaded.decoder, loaded.head, loaded.geometry, layers, loaded.config.slots)
-        log.warning("decode steps take transformers' forward: %s", reason, extra={"action": "transformers_forward"})
+    if loaded.is_known():
+        return PackedForward(loaded.decoder, loaded.head, loaded.geometry, layers, loaded.config.slots)
     return TransformersForward(loaded, layers)
 
 
