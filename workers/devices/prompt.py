@@ -89,45 +89,6 @@ class LayerPanels:
     token has been, for shares of nothing are multiplied with them.
     """
 
-    def __init__(self, prompts: PackedPrompts, tokens: Sequence[int]) -> None:
-        self._prompts = prompts
-        self._tokens = torch.tensor(list(tokens))
-        self._done = 0
-        self._layers: list[LayerPanels] | None = [
-            LayerPanels(prompts, len(tokens), layer.window) for layer in prompts.geometry.layers
-        ]
-
-    @torch.inference_mode()
-    def advance(self, on_layer: OnLayer, cancelled: Callable[[], bool]) -> torch.Tensor | None:
-        """As `Prompt.advance`; the logits are `[1, vocab]`, before any cap."""
-        panels, self._layers = self._layers, None  # not put back when the call fails: layers would then disagree
-        if panels is None:
-            raise DeviceError("this prompt was cancelled, has failed, or is finished")
-        layers, geometry, total, start = self._prompts.layers, self._prompts.geometry, len(self._tokens), self._done
-        end = self._done = min(start + self._prompts.chunk, total)
-        x, turns = layers.embed(self._tokens[start:end]), layers.turns(torch.arange(start, end))
-        for index, block in enumerate(layers.blocks):
-            if cancelled():
-                raise Cancelled
-
-            def attend(qkv: Any, index: int = index, block: Block = block) -> None:
-                k, v = panels[index].take(qkv, block, *turns[block.kind], start)
-                skip = max(0, geometry.layers[index].first_token(total) - start)
-                if skip < len(qkv):
-                    on_layer(index, start + skip, len(qkv) - skip, _bytes(k[:, skip:]), _bytes(v[:, skip:]))
-                panels[index].attend(len(qkv), block.scale, start)
-
-            layers.compute(block, x, attend)
-        if end < total:
-            self._layers = panels
-            return None
-        return layers.logits(x[-1:])
-
-
-class LayerPanels:
-    """K and V of one layer of a prompt. keys: `[kv_heads, tokens / 16, head_dim / 2, 16, 2]`; values: `[kv_heads, head_dim / 16,
-    tokens / 2, 16, 2]`. Zeros where no token has been: shares of nothing are multiplied with them."""
-
     def __init__(self, prompts: PackedPrompts, tokens: int, window: int | None) -> None:
         self._prompts = prompts
         self._window = window or tokens
