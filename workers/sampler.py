@@ -55,12 +55,17 @@ class Sampler:
         Raises DeviceError for logits that are not numbers, ConstraintError if the text cannot be held to its constraint.
         """
         changed = self._changed(logits) if self._changes else logits
-        allowed = self._allowed(len(logits))
-        if allowed is None:
-            token = choose(changed, self._params, self._index)
-        else:
+        early = self._index < self._min_tokens
+        if early or self._matcher is not None:
             _best(logits)  # what is left out must be numbers, too
+        if self._matcher is not None:
+            allowed = self._allowed(self._matcher, len(logits), early=early)
             token = int(allowed[choose(changed[allowed], self._params, self._index)])
+        else:
+            if early:
+                changed = changed.copy()
+                changed[self._ends] = -np.inf  # no weight is as good as being left out, and cheaper
+            token = choose(changed, self._params, self._index)
         self._accept(token)
         return Drawn(token, _logprobs(logits, token, self._top) if self._top >= 0 else None)
 
@@ -77,12 +82,9 @@ class Sampler:
             changed[said] -= params.presence_penalty + params.frequency_penalty * times
         return changed
 
-    def _allowed(self, vocabulary: int) -> Ids | None:
-        """Tokens that may come, in order; None: all of them. The constraint comes before min_tokens: there must be one."""
-        early = self._index < self._min_tokens
-        if self._matcher is None and not early:
-            return None
-        mask = np.ones(vocabulary, dtype=np.bool_) if self._matcher is None else _bits(self._matcher.mask(), vocabulary)
+    def _allowed(self, matcher: Matcher, vocabulary: int, *, early: bool) -> Ids:
+        """Tokens that may come, in order. The constraint comes before min_tokens: there must be one."""
+        mask = _bits(matcher.mask(), vocabulary)
         if early:
             ends = np.zeros(vocabulary, dtype=np.bool_)
             ends[self._ends] = True

@@ -39,7 +39,7 @@ async def test_ten_thousand_cancelled_calls_leave_every_other_reply_with_its_cal
             cancelled += call.cancel()
         await until(lambda calls=calls: _done(calls))
     assert wrong == []
-    assert cancelled > CALLS / 20, "they were cancelled under way"
+    assert cancelled > CALLS / 50, "they were cancelled under way"
     assert answered > CALLS / 3
 
 
