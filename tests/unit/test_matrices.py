@@ -1,6 +1,7 @@
 """Linear layers for a few rows, in each way that a CPU may have them, against PyTorch's in float64."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numba
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch.nn import Linear
 
 from workers.devices.bfloat16 import is_here
+from workers.devices.compiled import _folder
 from workers.devices.matrices import Matrix, OneDNN, Panels, Rows, packed
 
 MOST = 20
@@ -46,6 +48,7 @@ def check(layers: list[Linear], kind: type[Matrix]) -> None:
     assert type(matrix) is kind
     tolerance = 1e-2 if kind is OneDNN and x[1].dtype == torch.bfloat16 else 1e-5
     for count in COUNTS:
+        torch.full((count, wanted.shape[1]), torch.nan)  # what the memory of the next answer holds, then
         torch.testing.assert_close(matrix(x, count).double(), wanted[:count], rtol=tolerance, atol=tolerance)
 
 
@@ -93,3 +96,12 @@ def test_a_numba_that_compiles_for_another_cpu_has_no_such_instruction(monkeypat
     """LLVM would end the process."""
     monkeypatch.setattr(numba.config, "CPU_NAME", "generic")
     assert type(packed([layer(64, 48)], MOST)) is OneDNN
+
+
+def test_compiled_code_is_kept_for_just_these_sources(tmp_path: Path) -> None:
+    """Numba itself would go on with what a function called before somebody changed that."""
+    (tmp_path / "loop.py").write_text("a")
+    before = _folder(tmp_path)
+    assert _folder(tmp_path) == before
+    (tmp_path / "loop.py").write_text("b")
+    assert _folder(tmp_path) != before

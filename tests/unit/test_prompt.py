@@ -1,5 +1,7 @@
 """The own forward of prompts against transformers' forward: small models with random weights."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +133,20 @@ def test_a_cancel_between_layers_ends_a_prompt_and_no_other(llama: Path) -> None
     with pytest.raises(DeviceError, match="cancelled"):
         running.advance(lambda *_: None, bool)
     np.testing.assert_array_equal(computed(device, prompt_of(40))[2], wanted)
+
+
+def test_a_prompt_that_is_dropped_frees_its_memory_without_a_collection(llama: Path) -> None:
+    running = opened(llama, chunk=16).begin(prompt_of(40))
+    running.advance(lambda *_: None, bool)
+    assert isinstance(running, OwnPrompt)
+    assert running._prompt._layers is not None
+    memory = weakref.ref(running._prompt._layers[0])
+    gc.disable()
+    try:
+        del running
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def test_a_nan_stays_one(llama: Path) -> None:

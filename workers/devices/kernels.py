@@ -15,19 +15,10 @@ from llvmlite import ir
 from numba import njit, prange, types
 from numba.extending import intrinsic, overload
 
+from workers.devices.compiled import FAST, compiled
+
 F = np.float32
-#: What the compiler may assume: sums in any order, but a NaN is a NaN. For text of NaNs would look like any other.
-FAST = {"reassoc", "contract", "nsz", "arcp"}
 LOG2_E, LN_2 = F(1.4426950408889634), F(0.6931471805599453)
-
-
-def compiled(function: Any, *, parallel: bool = False) -> Any:
-    """The result stays beside the source, or in the user's cache; where nothing can be written each start compiles anew."""
-    options = {"nogil": True, "fastmath": FAST, "error_model": "numpy", "parallel": parallel}
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:
-        return njit(**options)(function)
 
 
 @intrinsic

@@ -16,7 +16,7 @@ from numba import njit, prange
 from torch.nn import Linear
 
 from workers.devices.bfloat16 import LANES, PANELS, is_here, multiply
-from workers.devices.kernels import compiled
+from workers.devices.compiled import compiled
 
 
 class Rows:

@@ -17,7 +17,8 @@ from pipeline.errors import Cancelled, DeviceError
 from pipeline.geometry import Geometry
 from workers.devices import OnLayer, kernels
 from workers.devices.bfloat16 import LANES, is_here, multiply
-from workers.devices.kernels import FAST, F, compiled, exp, put
+from workers.devices.compiled import FAST, compiled
+from workers.devices.kernels import F, exp, put
 from workers.devices.layers import Block, Floats, Layers
 from workers.devices.matrices import array, threads
 

@@ -1,11 +1,11 @@
 """cpu and cuda, through PyTorch and transformers: any Llama, Qwen2, Qwen3 or Gemma-3 class model.
 
-transformers' forward computes prompts, and on cuda decode steps, too; on a CPU these have an own one (`forward.py`), if it
-knows the model. The caches are ours.
+transformers' forward is the reference. On a CPU there is an own one, of a model that it knows: `forward.py` for decode steps,
+`prompt.py` for prompts in bfloat16. The caches are ours everywhere.
 
-Prefill keeps each layer's K and V in the pieces that it hands out, and joins them for as long as the layer needs them:
-a prompt costs its KV cache once. Decode keeps fixed slots, and steps the busy ones in one batch. Each row of that batch
-attends to its own tokens, so an idle slot costs nothing, and what an earlier job left in a slot can spoil no sum.
+With transformers, prefill keeps each layer's K and V in the pieces that it hands out, and joins them for as long as the layer
+needs them: a prompt costs its KV cache once. Decode keeps fixed slots, and steps the busy ones in one batch. Each row of that
+batch attends to its own tokens, so an idle slot costs nothing, and what an earlier job left in a slot can spoil no sum.
 """
 
 import logging
