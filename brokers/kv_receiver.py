@@ -122,8 +122,11 @@ class KVReceiver:
         return [nonce for nonce in self.arrivals() if self._arrivals[nonce].heard < limit]
 
     async def drop(self, nonce: str, reason: str) -> None:
-        """Gives a transfer up and tells its sender."""
-        if arrival := self._forget(nonce):
+        """Gives a transfer up and tells its sender. Not once it is being taken over, which whoever asks may not know yet: the
+        handover in Redis decides then."""
+        arrival = self._arrivals.get(nonce)
+        if arrival is not None and not arrival.committing:
+            self._forget(nonce)
             await self._reply(arrival.peer, Abort(nonce=nonce, reason=reason))
 
     def close(self) -> None:
@@ -201,11 +204,9 @@ class KVReceiver:
         except zmq.ZMQError as error:  # unreachable or not reading: its transfer ends by itself
             log.info("no %s for a peer that is gone: %s", message.kind, error, extra={"action": "peer_gone"})
 
-    def _forget(self, nonce: str) -> _Arrival | None:
-        arrival = self._arrivals.pop(nonce, None)
-        if arrival is not None:
-            self._desk.dropped(nonce)
-        return arrival
+    def _forget(self, nonce: str) -> None:
+        del self._arrivals[nonce]
+        self._desk.dropped(nonce)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(coroutine)

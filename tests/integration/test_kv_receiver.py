@@ -168,6 +168,17 @@ async def test_what_is_said_again_during_the_takeover_is_not_heard(desk: Desk, s
     assert desk.heard == ["arrives", "arrived"]
 
 
+async def test_a_transfer_is_not_given_up_during_the_takeover(desk: Desk, receiver: KVReceiver, sender: Sender) -> None:
+    """Who compared its lease with Redis meanwhile finds another one: the takeover's. Without the look at `committing` the job
+    would be held and never stepped."""
+    await sender.send_all()
+    await heard(desk, "arrives")
+    await receiver.drop("n", "the lease is not yours any more")
+    desk.may_answer.set()
+    assert await sender.answer() == Ack(nonce="n")
+    assert desk.heard == ["arrives", "arrived"]
+
+
 async def test_an_abort_before_the_commit_frees_the_place(desk: Desk, receiver: KVReceiver, sender: Sender) -> None:
     await sender.send(OPEN)
     assert await sender.answer() == Ok(nonce="n")
