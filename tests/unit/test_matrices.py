@@ -63,7 +63,9 @@ def test_layers_of_one_input_with_and_without_a_bias(threads: int) -> None:
     check([layer(32, 48, bias=True), layer(64, 48), layer(16, 48, bias=True)], Panels)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((99, 48), torch.bfloat16), ((64, 48), torch.float32)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [pytest.param((99, 48), torch.bfloat16, marks=bfloat16), ((64, 48), torch.float32)]
+)
 def test_what_does_not_fit_panels_is_onednns(threads: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
     check([layer(*shape, dtype, bias=True)], OneDNN)
 
@@ -92,6 +94,7 @@ def test_a_row_of_nan_is_alone_with_it(threads: int) -> None:
     assert torch.equal(y, wanted)
 
 
+@bfloat16
 def test_a_numba_that_compiles_for_another_cpu_has_no_such_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
     """LLVM would end the process."""
     monkeypatch.setattr(numba.config, "CPU_NAME", "generic")

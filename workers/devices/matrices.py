@@ -1,4 +1,4 @@
-"""The linear layers of a decode step on the CPU: a few rows, and all weights of the model for them, so memory is the limit.
+"""Linear layers on the CPU. In a decode step they have few rows, and all weights of the model for them: memory is the limit.
 
 oneDNN, which PyTorch has, is made for many rows. In bfloat16 it takes 20 ms for the 270 MB of SmolLM2's weights and one row,
 on a core that can read them in 11. So where the CPU multiplies bfloat16 (AVX512_BF16) there is a loop of our own. A row's

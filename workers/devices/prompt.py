@@ -36,6 +36,7 @@ class PackedPrompts:
         """decoder, head: as for `Layers`. chunk: tokens of a call, at most."""
         self.geometry = geometry
         self.chunk = chunk
+        self.threads = threads()
         self.layers = Layers(decoder, head, geometry, chunk)
         group = self.layers.heads // geometry.kv_heads
         self.queries = array(torch.empty(geometry.kv_heads, chunk, group, geometry.head_dim, dtype=torch.bfloat16))
@@ -111,7 +112,7 @@ class LayerPanels:
 
     def attend(self, count: int, scale: np.float32, start: int) -> None:
         """Of the fresh tokens, to all that each may see; writes `attended`."""
-        some = threads()
+        some = self._prompts.threads
         operands = self._prompts.queries, self._keys, self._values, count, start, self._window, scale
         if some == 1:
             _attend(*operands, 0, 1, self._prompts.layers.attended)
