@@ -47,7 +47,9 @@ class Config:
     prefill_device: str = _setting("cpu", "cpu, cuda, rngd or sim")
     decode_device: str = _setting("cpu", "cpu, cuda, atom or sim")
     dtype: str = _setting("auto", "auto (bfloat16 where the device has it), bfloat16 or float32")
-    prefill_threads: int = _setting(0, "compute threads of a prefill worker; 0: half of the cores")
+    prefill_threads: int = _setting(
+        0, "compute threads of a prefill worker; 0: half of the cores, and all while nothing else computes on the CPU"
+    )
     decode_threads: int = _setting(0, "compute threads of a decode worker; 0: half of the cores")
     prefill_nice: int = _setting(
         0,
@@ -89,7 +91,9 @@ class Config:
         "", "private networks that webhooks may go to, as in 10.0.0.0/8,127.0.0.1/32; empty: none"
     )
 
-    locks: str = _setting("/run/lock", "folder of the locks that say who has which chip; one for the whole machine")
+    locks: str = _setting(
+        "/run/lock", "folder of the locks that say who has which chip, and who computes; one for the whole machine"
+    )
     rngd_widths: str = _setting("128,512,2048,8192", "rngd: tokens of a chunk that graphs are compiled for")
     rngd_compiled: str = _setting("", "rngd: folder of compiled graphs; empty: the vendor's, ~/.cache/furiosa")
     rngd_chips: str = _setting("all", "rngd: numbers of the chips that workers may take, as in 0,1; or all")

@@ -36,7 +36,7 @@ class Came:
 class Receiver(ThreadingHTTPServer):
     """answers: status and headers of the next ones; without more, 200. Cleared, `ready` lets requests wait."""
 
-    request_queue_size = 128  # connections that wait to be accepted; with Python's 5, one of sixteen at once may be dropped
+    request_queue_size = 128  # may wait to be accepted; with Python's 5, one of sixteen at once was dropped
 
     def __init__(self, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), Handler)

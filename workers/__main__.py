@@ -29,6 +29,10 @@ from workers.vitals import VitalsReader
 
 log = logging.getLogger("workers")
 
+#: After so long a thread that wants the interpreter gets it. A device call takes it up again after each of its loops, several
+#: hundred times a step, and with Python's 5 ms it would stand behind whatever else the worker does.
+SWITCH_SECONDS = 0.0002
+
 Run = Callable[[Config, argparse.Namespace], int | None]
 
 
@@ -202,6 +206,7 @@ def _with_huge_pages(device: str) -> None:
 
 
 async def _work(role: str, config: Config, factory: str) -> int:
+    sys.setswitchinterval(SWITCH_SECONDS)
     model = Model.locate(config)
     tokenizer = Tokenizer.from_file(str(model.tokenizer_file))
     device = (open_prefill if role == "prefill" else open_decode)(config, model, factory)

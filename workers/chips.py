@@ -33,7 +33,9 @@ class SharedChip:
     alone the faster one would keep the other from it."""
 
     def __init__(self, locks: str, device: str, name: str) -> None:
-        self._next, self._chip = (_open(Path(locks) / f"kvrelay-{device}-{name}.{lock}") for lock in ("next", "chip"))
+        self._next, self._chip = (
+            open_lock(Path(locks) / f"kvrelay-{device}-{name}.{lock}") for lock in ("next", "chip")
+        )
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -53,7 +55,7 @@ def claim(locks: str, device: str, among: Sequence[int], count: int) -> Chips:
     held: dict[int, int] = {}
     with _one_at_a_time(locks, device):
         for number in among:
-            descriptor = _open(_path(locks, device, number))
+            descriptor = open_lock(_path(locks, device, number))
             if len(held) < count and _lock(descriptor):
                 held[number] = descriptor
             else:
@@ -80,7 +82,7 @@ def holder(locks: str, device: str, number: int) -> str | None:
 
 
 def _holder(locks: str, device: str, number: int) -> str | None:
-    descriptor = _open(_path(locks, device, number))
+    descriptor = open_lock(_path(locks, device, number))
     try:
         if _lock(descriptor):
             return None
@@ -100,7 +102,7 @@ def _lock(descriptor: int) -> bool:
 @contextlib.contextmanager
 def _one_at_a_time(locks: str, device: str) -> Iterator[None]:
     """Who looks holds a lock for a moment, too, and two that need two chips each must not end with one."""
-    descriptor = _open(Path(locks) / f"kvrelay-{device}.lock")
+    descriptor = open_lock(Path(locks) / f"kvrelay-{device}.lock")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -112,7 +114,8 @@ def _path(locks: str, device: str, number: int) -> Path:
     return Path(locks) / f"kvrelay-{device}-{number}.lock"
 
 
-def _open(path: Path) -> int:
+def open_lock(path: Path) -> int:
+    """Descriptor of a lock, made if need be. Raises DeviceError."""
     try:
         if path.exists():  # perhaps another user's, who may not let us write; a lock needs no more than reading
             return os.open(path, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)

@@ -17,11 +17,11 @@ PYTHON = "Python"  # the rest: event loops, and what we do in between
 #: Group → frames, as in "Norm.__call__ (workers/devices/forward.py:98)". Of a stack, the last frame that is in one decides.
 GROUPS = {
     "matmul": re.compile(r"(OneDNN|Panels)\.__call__ |Linear\.forward "),
-    "attention": re.compile(r"Attention\.|sdpa_attention_forward "),
+    "attention": re.compile(r"Attention\.|LayerPanels\.attend |sdpa_attention_forward "),
     "sampling": re.compile(r".*\((workers/sampler|pipeline/(sampling|constraint))\.py"),
     "KV cache": re.compile(
         r".*\((workers/devices/slots|brokers/kv_\w+|pipeline/(frames|transfer))\.py|.*\(zmq/"
-        r"|_PromptLayer\._hand_out |_bytes \(workers/devices/torch"
+        r"|_PromptLayer\._hand_out |_bytes \(workers/devices/(torch|prompt)"
     ),
     "other layers": re.compile(r".*\((workers/devices/|transformers/)"),
     "Redis": re.compile(r".*\((brokers|redis)/"),

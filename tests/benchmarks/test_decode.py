@@ -55,7 +55,7 @@ def milliseconds(devices: list[TorchDecode]) -> list[float]:
 
 def matmul_milliseconds(device: TorchDecode, rows: int) -> float:
     """Of the own forward's matrices alone: what they make of the memory's speed."""
-    layers = device._layers._layers
+    layers = device._forward._layers
     matrices = [
         (getattr(block, name), x)
         for block in layers.blocks

@@ -119,6 +119,19 @@ def test_a_slot_can_be_used_again_after_a_longer_job_of_nan(directory: Path, tmp
     np.testing.assert_allclose(stepped(device), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_others_may_have_the_cores_once_all_slots_are_idle(tmp_path: Path) -> None:
+    device = opened(saved(tmp_path / "model", VARIANTS["gemma3"]), tmp_path, "float32", own=True)
+    cores = device._loaded.cores
+    assert not cores.computes
+    for slot in (0, 1):
+        fill(device, slot, 20)
+    device.step()
+    device.evict(0)
+    assert cores.computes
+    device.evict(1)
+    assert not cores.computes
+
+
 def test_weights_are_in_memory_once(tmp_path: Path) -> None:
     device = opened(saved(tmp_path / "model", VARIANTS["gemma3"]), tmp_path, "float32", own=True)
     assert not [*device._loaded.decoder.parameters(), *device._loaded.head.parameters()]

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from pipeline.geometry import Geometry, Layer
 from workers.devices import forward, kernels
+from workers.devices.cores import Cores
 from workers.devices.forward import Attention
 from workers.devices.matrices import Rows
 
@@ -76,9 +77,9 @@ def test_attention_of_each_row_to_its_own_tokens_by_any_number_of_threads(
     layer = type("Slots", (), {"k": array(k), "v": array(v)})()
     monkeypatch.setattr(forward, "THREAD_TOKENS", 1)
     for threads in (1, 3, 16):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         out = Rows(ROWS, HEADS * SIZE, dtype)
-        Attention(geometry, array(query), out.array.reshape(query.shape))(layer, np.float32(0.3), SLOT_OF, SEEN)
+        attention = Attention(geometry, array(query), out.array.reshape(query.shape), Cores(threads))
+        attention(layer, np.float32(0.3), SLOT_OF, SEEN)
         close(out[ROWS].view(ROWS, HEADS, SIZE), torch.stack(wanted).to(dtype))
 
 

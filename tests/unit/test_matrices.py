@@ -1,6 +1,5 @@
 """Linear layers for a few rows, in each way that a CPU may have them, against PyTorch's in float64."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numba
@@ -10,6 +9,7 @@ from torch.nn import Linear
 
 from workers.devices.bfloat16 import is_here
 from workers.devices.compiled import _folder
+from workers.devices.cores import Cores
 from workers.devices.matrices import Matrix, OneDNN, Panels, Rows, packed
 
 MOST = 20
@@ -20,11 +20,8 @@ bfloat16 = pytest.mark.skipif(not is_here(), reason="this CPU cannot multiply bf
 
 
 @pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+def cores(request: pytest.FixtureRequest) -> Cores:
+    return Cores(request.param)
 
 
 def layer(size_out: int, size_in: int, dtype: torch.dtype = torch.bfloat16, *, bias: bool = False) -> Linear:
@@ -39,12 +36,12 @@ def rows(width: int, dtype: torch.dtype = torch.bfloat16) -> Rows:
 
 
 @torch.inference_mode()
-def check(layers: list[Linear], kind: type[Matrix]) -> None:
+def check(layers: list[Linear], kind: type[Matrix], cores: Cores) -> None:
     x = rows(layers[0].in_features, layers[0].weight.dtype)
     wanted = torch.cat([each.double()(x[MOST].double()) for each in layers], 1)
     for each in layers:
         each.to(x[1].dtype)
-    matrix = packed(layers, MOST)
+    matrix = packed(layers, MOST, cores)
     assert type(matrix) is kind
     tolerance = 1e-2 if kind is OneDNN and x[1].dtype == torch.bfloat16 else 1e-5
     for count in COUNTS:
@@ -54,27 +51,27 @@ def check(layers: list[Linear], kind: type[Matrix]) -> None:
 
 @bfloat16
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products_in_bfloat16(threads: int, shape: tuple[int, int]) -> None:
-    check([layer(*shape)], Panels)
+def test_products_in_bfloat16(cores: Cores, shape: tuple[int, int]) -> None:
+    check([layer(*shape)], Panels, cores)
 
 
 @bfloat16
-def test_layers_of_one_input_with_and_without_a_bias(threads: int) -> None:
-    check([layer(32, 48, bias=True), layer(64, 48), layer(16, 48, bias=True)], Panels)
+def test_layers_of_one_input_with_and_without_a_bias(cores: Cores) -> None:
+    check([layer(32, 48, bias=True), layer(64, 48), layer(16, 48, bias=True)], Panels, cores)
 
 
 @pytest.mark.parametrize(
     ("shape", "dtype"), [pytest.param((99, 48), torch.bfloat16, marks=bfloat16), ((64, 48), torch.float32)]
 )
-def test_what_does_not_fit_panels_is_onednns(threads: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    check([layer(*shape, dtype, bias=True)], OneDNN)
+def test_what_does_not_fit_panels_is_onednns(cores: Cores, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    check([layer(*shape, dtype, bias=True)], OneDNN, cores)
 
 
 @bfloat16
 @torch.inference_mode()
-def test_a_row_has_the_same_numbers_whatever_is_computed_with_it(threads: int) -> None:
+def test_a_row_has_the_same_numbers_whatever_is_computed_with_it(cores: Cores) -> None:
     """oneDNN does not promise that. So an answer in bfloat16 does not depend on its neighbours."""
-    x, matrix = rows(576), packed([layer(960, 576)], MOST)
+    x, matrix = rows(576), packed([layer(960, 576)], MOST, cores)
     together = matrix(x, MOST)
     for row in range(MOST):
         alone = Rows(1, 576, torch.bfloat16)
@@ -84,8 +81,8 @@ def test_a_row_has_the_same_numbers_whatever_is_computed_with_it(threads: int) -
 
 @bfloat16
 @torch.inference_mode()
-def test_a_row_of_nan_is_alone_with_it(threads: int) -> None:
-    x, matrix = rows(48), packed([layer(64, 48)], MOST)
+def test_a_row_of_nan_is_alone_with_it(cores: Cores) -> None:
+    x, matrix = rows(48), packed([layer(64, 48)], MOST, cores)
     wanted = matrix(x, MOST)
     x[MOST][3] = torch.nan
     y = matrix(x, MOST)
@@ -98,7 +95,7 @@ def test_a_row_of_nan_is_alone_with_it(threads: int) -> None:
 def test_a_numba_that_compiles_for_another_cpu_has_no_such_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
     """LLVM would end the process."""
     monkeypatch.setattr(numba.config, "CPU_NAME", "generic")
-    assert type(packed([layer(64, 48)], MOST)) is OneDNN
+    assert type(packed([layer(64, 48)], MOST, Cores(1))) is OneDNN
 
 
 def test_compiled_code_is_kept_for_just_these_sources(tmp_path: Path) -> None:

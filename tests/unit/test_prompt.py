@@ -1,6 +1,7 @@
 """The own forward of prompts against transformers' forward: small models with random weights."""
 
 import gc
+import itertools
 import weakref
 from pathlib import Path
 
@@ -100,6 +101,29 @@ def test_chunks_and_threads_change_no_bit(directory: Path) -> None:
         (_, _, wanted), *others = [computed(device, prompt_of(length)) for device in devices]
         for _, _, logits in others:
             np.testing.assert_array_equal(logits, wanted)
+
+
+def test_threads_that_come_and_go_change_no_bit(llama: Path) -> None:
+    device = opened(llama)
+    (_, _, wanted), cores = computed(device, prompt_of(70)), device._loaded.cores
+    seen = itertools.cycle((2, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cores, "look", lambda: setattr(cores, "now", next(seen)))
+        np.testing.assert_array_equal(computed(device, prompt_of(70))[2], wanted)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_others_may_have_the_cores_between_chunks_and_after_a_cancel(llama: Path, own: bool) -> None:
+    device = opened(llama, chunk=16, own=own)
+    cores, computes = device._loaded.cores, []
+    prompt = device.begin(prompt_of(70))
+    assert prompt.advance(lambda *_: computes.append(cores.computes), bool) is None
+    assert computes
+    assert all(computes)
+    assert not cores.computes
+    with pytest.raises(Cancelled):
+        prompt.advance(lambda *_: None, lambda: True)
+    assert not cores.computes
 
 
 def test_two_prompts_take_turns(llama: Path) -> None:

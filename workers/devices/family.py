@@ -68,9 +68,11 @@ def geometry(hf: Any, dtype: torch.dtype, digest: str) -> Geometry:
     )
 
 
-def use_threads(count: int) -> None:
-    """Compute threads of this process; 0: half of the cores, for a machine has two kinds of worker."""
-    torch.set_num_threads(count or max(1, (os.cpu_count() or 1) // 2))
+def use_threads(count: int) -> int:
+    """Compute threads of this process; 0: half of the cores, for a machine has two kinds of worker. Answers how many."""
+    threads = count or max(1, (os.cpu_count() or 1) // 2)
+    torch.set_num_threads(threads)
+    return threads
 
 
 def load_weights(model: Model, dtype: torch.dtype, attention: str) -> Any:

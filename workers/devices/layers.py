@@ -18,6 +18,7 @@ from torch.nn import Linear
 
 from pipeline.geometry import Geometry
 from workers.devices import kernels
+from workers.devices.cores import Cores
 from workers.devices.family import kinds_of
 from workers.devices.matrices import Matrix, Rows, array, drop, packed
 
@@ -109,17 +110,20 @@ class Layers:
     There is memory for a certain number of rows, each a token. Calls take turns in using it.
     """
 
-    def __init__(self, decoder: Any, head: Any, geometry: Geometry, rows: int) -> None:
+    def __init__(self, decoder: Any, head: Any, geometry: Geometry, rows: int, cores: Cores) -> None:
         """rows: of a call, at most."""
         hf = decoder.config
         self._dtype: torch.dtype = getattr(torch, geometry.dtype)
+        self._cores = cores
         self._rotary = decoder.rotary_emb
         self._head_dim = geometry.head_dim
         self.heads: int = hf.num_attention_heads
-        self.blocks = [_block(layer, kind, hf, rows) for layer, kind in zip(decoder.layers, kinds_of(hf), strict=True)]
+        self.blocks = [
+            _block(layer, kind, hf, rows, cores) for layer, kind in zip(decoder.layers, kinds_of(hf), strict=True)
+        ]
         self._norm = Norm(decoder.norm)
         self._embed = Embedding(decoder.embed_tokens, self._dtype)
-        self._head = packed([head], rows)
+        self._head = packed([head], rows, cores)
         self.query: Floats = np.empty((rows, self.heads, geometry.head_dim), np.float32)  # for `attend`, if it wants it
         self._normed = Rows(rows, hf.hidden_size, self._dtype)
         self._attended = Rows(rows, self.heads * geometry.head_dim, self._dtype)
@@ -145,6 +149,7 @@ class Layers:
         """x `[rows, hidden]` becomes the layer's output. attend(qkv `[rows, heads + 2 × kv_heads, head_dim]`), float32 or the
         bits of the weights' dtype, is to write `attended` `[rows, heads, head_dim]`."""
         count = len(x)
+        self._cores.look()
         self._normalize(x, block.before_attention)
         attend(array(block.qkv(self._normed, count)).reshape(count, -1, self._head_dim))
         self._add(x, block.output(self._attended, count), block.after_attention)
@@ -164,7 +169,7 @@ class Layers:
         kernels.add(x, array(y), len(x), norm.weight, norm.eps)
 
 
-def _block(layer: Any, kind: str, hf: Any, rows: int) -> Block:
+def _block(layer: Any, kind: str, hf: Any, rows: int, cores: Cores) -> Block:
     attention, mlp = layer.self_attn, layer.mlp
     sandwich = hasattr(layer, "pre_feedforward_layernorm")  # Gemma: a norm after attention and MLP, too
     normed = hasattr(attention, "q_norm")
@@ -173,14 +178,14 @@ def _block(layer: Any, kind: str, hf: Any, rows: int) -> Block:
         kind=kind,
         scale=np.float32(attention.scaling),
         before_attention=Norm(layer.input_layernorm),
-        qkv=packed([attention.q_proj, attention.k_proj, attention.v_proj], rows),
+        qkv=packed([attention.q_proj, attention.k_proj, attention.v_proj], rows, cores),
         heads=Norm(*heads),
-        output=packed([attention.o_proj], rows),
+        output=packed([attention.o_proj], rows, cores),
         after_attention=Norm(layer.post_attention_layernorm) if sandwich else Norm(),
         before_mlp=Norm(layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm),
-        gate_up=packed([mlp.gate_proj, mlp.up_proj], rows),
+        gate_up=packed([mlp.gate_proj, mlp.up_proj], rows, cores),
         gate=GATES[type(mlp.act_fn).__name__],
-        down=packed([mlp.down_proj], rows),
+        down=packed([mlp.down_proj], rows, cores),
         after_mlp=Norm(layer.post_feedforward_layernorm) if sandwich else Norm(),
     )
 

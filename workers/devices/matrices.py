@@ -5,7 +5,6 @@ on a core that can read them in 11. So where the CPU multiplies bfloat16 (AVX512
 numbers, then, do not depend on how many there are.
 """
 
-import importlib
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from torch.nn import Linear
 
 from workers.devices.bfloat16 import LANES, PANELS, is_here, multiply
 from workers.devices.compiled import compiled
+from workers.devices.cores import Cores
 
 
 class Rows:
@@ -37,13 +37,13 @@ class Matrix(Protocol):
         ...
 
 
-def packed(modules: list[Linear], rows: int) -> Matrix:
+def packed(modules: list[Linear], rows: int, cores: Cores) -> Matrix:
     """One linear layer, or several that have the same input as one. They lose their weights. rows: at most."""
     weights = [module.weight for module in modules]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     bias = _bias(modules)
     drop(modules)
-    return Panels(weight, bias) if _fit_panels(weight) else OneDNN(weight, bias, rows)
+    return Panels(weight, bias, cores) if _fit_panels(weight, cores) else OneDNN(weight, bias, rows)
 
 
 class OneDNN:
@@ -60,21 +60,22 @@ class Panels:
     """Weights in bfloat16, `[out / 16, in / 2, 16, 2]`: what one instruction multiplies lies together, and all of it in the
     order in which it is read. Sums are float32, and stay so."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, cores: Cores) -> None:
         size_out, size_in = weight.shape
         panels = weight.view(size_out // LANES, LANES, size_in // 2, 2).transpose(1, 2).contiguous()
         self._weight = array(panels)
         self._bias = None if bias is None else bias.float()
         self._size = size_out
-        self._threads = threads()
+        self._cores = cores
 
     def __call__(self, x: Rows, count: int) -> torch.Tensor:
         y = torch.empty(count, self._size)
-        if self._threads == 1:
+        threads = self._cores.now
+        if threads == 1:
             _multiply(self._weight, x.array, count, y.numpy())
         else:
-            numba.set_num_threads(self._threads)  # of the calling thread, which is another one than here at first
-            _multiply_together(self._weight, x.array, count, y.numpy(), self._threads)
+            numba.set_num_threads(threads)  # of the calling thread, which is another one than here at first
+            _multiply_together(self._weight, x.array, count, y.numpy(), threads)
         return y if self._bias is None else y.add_(self._bias)
 
 
@@ -95,22 +96,10 @@ def _bias(modules: list[Linear]) -> torch.Tensor | None:
     return torch.cat([m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in modules])
 
 
-def _fit_panels(weight: torch.Tensor) -> bool:
+def _fit_panels(weight: torch.Tensor, cores: Cores) -> bool:
     size_out, size_in = weight.shape
     whole = size_out % LANES == 0 and size_in % 2 == 0
-    return weight.dtype == torch.bfloat16 and whole and is_here() and threads() == torch.get_num_threads()
-
-
-def threads() -> int:
-    """That compiled loops have. More than one only through OpenMP, as PyTorch's: Numba's other ways take longer to begin."""
-    wanted: int = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-    if wanted > 1:
-        try:
-            importlib.import_module("numba.np.ufunc.omppool")
-        except ImportError:
-            return 1
-        numba.config.THREADING_LAYER = "omp"
-    return wanted
+    return weight.dtype == torch.bfloat16 and whole and is_here() and cores.fit_loops
 
 
 @compiled

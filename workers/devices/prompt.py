@@ -18,9 +18,10 @@ from pipeline.geometry import Geometry
 from workers.devices import OnLayer, kernels
 from workers.devices.bfloat16 import LANES, is_here, multiply
 from workers.devices.compiled import FAST, compiled
+from workers.devices.cores import Cores
 from workers.devices.kernels import F, exp, put
 from workers.devices.layers import Block, Floats, Layers
-from workers.devices.matrices import array, threads
+from workers.devices.matrices import array
 
 ROWS = 24  # of a product, about: each reads K and V from the second cache once
 
@@ -32,15 +33,16 @@ def fit_prompts(geometry: Geometry) -> bool:
 
 class PackedPrompts:
     @torch.inference_mode()
-    def __init__(self, decoder: Any, head: Any, geometry: Geometry, chunk: int) -> None:
+    def __init__(self, decoder: Any, head: Any, geometry: Geometry, chunk: int, cores: Cores) -> None:
         """decoder, head: as for `Layers`. chunk: tokens of a call, at most."""
         self.geometry = geometry
         self.chunk = chunk
-        self.threads = threads()
-        self.layers = Layers(decoder, head, geometry, chunk)
+        self.cores = cores
+        self.layers = Layers(decoder, head, geometry, chunk, cores)
         group = self.layers.heads // geometry.kv_heads
         self.queries = array(torch.empty(geometry.kv_heads, chunk, group, geometry.head_dim, dtype=torch.bfloat16))
-        self.begin([0]).advance(lambda *_: None, bool)  # compiles the kernels
+        for _ in cores.each():  # compiles the kernels
+            self.begin([0]).advance(lambda *_: None, bool)
 
     def begin(self, tokens: Sequence[int]) -> "PackedPrompt":
         return PackedPrompt(self, tokens)
@@ -112,7 +114,7 @@ class LayerPanels:
 
     def attend(self, count: int, scale: np.float32, start: int) -> None:
         """Of the fresh tokens, to all that each may see; writes `attended`."""
-        some = self._prompts.threads
+        some = self._prompts.cores.now
         operands = self._prompts.queries, self._keys, self._values, count, start, self._window, scale
         if some == 1:
             _attend(*operands, 0, 1, self._prompts.layers.attended)

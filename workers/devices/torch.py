@@ -27,7 +27,8 @@ try:
     from transformers import AttentionInterface
     from transformers.cache_utils import Cache, DynamicLayer
 
-    from workers.devices.family import geometry, load_weights, text_config, use_threads
+    from workers.devices.cores import cores_for
+    from workers.devices.family import geometry, load_weights, text_config
     from workers.devices.forward import PackedForward
     from workers.devices.layers import unknown
     from workers.devices.prompt import PackedPrompt, PackedPrompts, fit_prompts
@@ -64,7 +65,7 @@ class _Loaded:
         name = getattr(config, f"{role}_device")
         if name == "cuda" and not torch.cuda.is_available():
             raise DeviceError(f"KVR_{role.upper()}_DEVICE=cuda: PyTorch finds no CUDA device here; cpu would work")
-        use_threads(getattr(config, f"{role}_threads"))
+        self.cores = cores_for(config, role)
         self.config = config
         self.device = torch.device(name)
         self.dtype = _dtype(config, self.device)
@@ -110,7 +111,7 @@ class TorchPrefill:
         self._own: PackedPrompts | None = None
         if loaded.is_known() and fit_prompts(loaded.geometry):
             chunk = min(loaded.config.chunk, self.max_tokens)
-            self._own = PackedPrompts(loaded.decoder, loaded.head, loaded.geometry, chunk)
+            self._own = PackedPrompts(loaded.decoder, loaded.head, loaded.geometry, chunk, loaded.cores)
 
     def begin(self, tokens: Sequence[int]) -> "TorchPrompt | OwnPrompt":
         self._loaded.check_tokens(tokens)
@@ -127,7 +128,8 @@ class OwnPrompt:
         self._prompt = prompt
 
     def advance(self, on_layer: OnLayer, cancelled: Callable[[], bool]) -> Logits | None:
-        logits = self._prompt.advance(on_layer, cancelled)
+        with self._loaded.cores.held():
+            logits = self._prompt.advance(on_layer, cancelled)
         return None if logits is None else self._loaded.capped(logits)[0]
 
 
@@ -156,7 +158,8 @@ class TorchPrompt:
         self._call.on_layer, self._call.cancelled = on_layer, cancelled
         try:
             positions = torch.arange(start, end, device=self._loaded.device)[None]
-            hidden = self._loaded.forward(self._tokens[:, start:end], positions, cache)
+            with self._loaded.cores.held():
+                hidden = self._loaded.forward(self._tokens[:, start:end], positions, cache)
         finally:
             self._call.on_layer, self._call.cancelled = _ignore, bool
         if end < total:
@@ -261,6 +264,7 @@ class TorchDecode:
         self._loaded.check_tokens([token])
         self._length[slot] = length
         self._input[slot] = token
+        self._loaded.cores.begin()
 
     def commit(self, slot: int, token: int) -> None:
         self._loaded.check_tokens([token])
@@ -280,11 +284,13 @@ class TorchDecode:
 
     def evict(self, slot: int) -> None:
         self._length[slot] = self._input[slot] = 0
+        if not any(self._length):
+            self._loaded.cores.end()
 
 
 def _forward(loaded: _Loaded, layers: list[LayerSlots]) -> Forward:
     if loaded.is_known():
-        return PackedForward(loaded.decoder, loaded.head, loaded.geometry, layers, loaded.config.slots)
+        return PackedForward(loaded.decoder, loaded.head, loaded.geometry, layers, loaded.config.slots, loaded.cores)
     return TransformersForward(loaded, layers)
 
 
