@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -23,7 +24,7 @@ EXTRA = {"ignore_eos": None, "min_tokens": None, "generation_config": "{}"}
 
 @contextmanager
 def transformers_serve(model: Path) -> Iterator[Server]:
-    """Ends it afterwards. Raises Unfit where it is not installed, Away if it does not come up."""
+    """Ends it afterwards, also on SIGTERM. Raises Unfit where it is not installed, Away if it does not come up."""
     command = shutil.which("transformers", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if command is None:
         raise Unfit("--rival", NAME, "is not installed: pip install 'transformers[serving]'")
@@ -35,10 +36,12 @@ def transformers_serve(model: Path) -> Iterator[Server]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         _wait(process, server.url)
         yield server
     finally:
+        signal.signal(signal.SIGTERM, before)
         process.terminate()
         try:
             process.wait(END_SECONDS)
